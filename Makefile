@@ -1,0 +1,57 @@
+# Few verbs over a project-local environment that makes itself. `make` alone lists them.
+# Needs Python 3.11 or newer with venv, and make. No compiler, no Java and no running service.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The first interpreter on the path that is new enough; `make PYTHON=...` overrules.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ready
+KERNEL := $(wildcard src/upper/kernel/_compiled.pyx)
+CHECKED = $(wildcard src tests examples bench demo)
+PYTEST_ARGS ?=
+
+.PHONY: help venv kernel test quick check format clean
+
+help: ## list the verbs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: check ## everything that must pass: check, then every test, slow ones included
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(READY) ## the tests that are neither slow nor start Spark
+	$(BIN)/python -m pytest -m "not slow and not spark" $(PYTEST_ARGS)
+
+check: $(READY) ## lint, format and strict types, over everything written in Python
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(CHECKED)
+
+format: $(READY) ## rewrite the source as `make check` wants it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+kernel: $(READY) ## build the compiled kernel again, and fail if it cannot be built
+	UPPER_KERNEL=required $(BIN)/python setup.py --quiet build_ext --inplace
+
+venv: $(READY) ## the environment of the project, in .venv
+
+clean: ## remove what was made here: environment, builds, caches, results
+	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db
+	rm -rf src/*.egg-info src/upper/kernel/_compiled.c src/upper/kernel/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Build requirements first: with them in place nothing is fetched twice, and the build uses the pinned versions.
+$(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
+	@test -n "$(PYTHON)" || { echo "upper needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3"; exit 2; }
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "$(PYTHON) cannot make a virtual environment; install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
+	$(PIP) install --quiet --constraint constraints.txt setuptools wheel cython
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,37 @@
+"""The one part of the build that needs a decision: whether the compiled kernel can be built here.
+
+Everything else stands in pyproject.toml. The kernel is optional three times over: its source may be
+absent, Cython may be absent, and the C compiler may be absent or fail. In each case the plain twins
+in `upper.kernel` do the work, and the installation succeeds. `UPPER_KERNEL=required` makes any of
+the three an error, for those who are at work on it.
+"""
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+KERNEL = Path("src/upper/kernel/_compiled.pyx")
+REQUIRED = os.environ.get("UPPER_KERNEL") == "required"
+
+
+def extensions() -> list[Extension]:
+    if not KERNEL.exists() and not REQUIRED:
+        return []
+    try:
+        from Cython.Build import cythonize
+    except ImportError:
+        if REQUIRED:
+            raise
+        return []
+    kernel = Extension(
+        "upper.kernel._compiled",
+        [str(KERNEL)],
+        extra_compile_args=["-O3"],
+        optional=not REQUIRED,
+    )
+    made: list[Extension] = cythonize([kernel], language_level=3)
+    return made
+
+
+setup(ext_modules=extensions())
