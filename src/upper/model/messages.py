@@ -1,0 +1,403 @@
+"""What the two ends of a connection say to each other, whatever dialect carries it.
+
+A message names its partition and its opaque (the number that ties a stream together); everything
+else is its own. What a dialect cannot say arrives as None: the draft's snapshot marker has no
+bounds, TAP's changes have no seqnos. The rule that copes with it lives in `history`.
+
+Key-value traffic has two messages only, `Request` and `Response`: its forty commands share one
+shape, and `wire.kv` knows the fields of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Self, TypeAlias
+
+from upper.model.values import NO_END, BranchId, Cas, Partition, Seqno, State, Version
+
+# ── Codes that messages carry ─────────────────────────────────────────────────────────────────────
+
+
+class _Open(IntEnum):
+    """Numbers from a newer peer keep their value and get a readable name."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, int):
+            return None
+        member = int.__new__(cls, value)
+        member._name_, member._value_ = f"UNKNOWN_{value}", value
+        return member
+
+
+class EndReason(_Open):
+    """Why a stream ended. The numbers of each dialect are in `wire`."""
+
+    OK = 0
+    STATE_CHANGED = 1
+    CLOSED = 2
+    SHUTTING_DOWN = 3
+    TOO_SLOW = 4
+    DISCONNECTED = 5
+    BACKFILL_FAILED = 6
+    ROLLBACK = 7
+    FILTER_EMPTY = 8
+    LOST_PRIVILEGES = 9
+
+
+class StreamFlag(IntFlag):
+    """What a consumer asks of a stream, beyond where it starts and ends."""
+
+    NONE = 0
+    SEND_LOG = 0x01
+    TAKEOVER = 0x02
+    KEYS_ONLY = 0x04
+    UNTIL_NOW = 0x08  # only up to the high seqno at the time of the request
+    REPLICA = 0x10  # implies SEND_LOG
+    WHOLE_SNAPSHOTS = 0x20
+
+
+# ── Key-value ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One key-value command."""
+
+    opcode: int
+    partition: Partition = Partition(0)
+    opaque: int = 0
+    cas: Cas = Cas(0)
+    data_type: int = 0
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """The answer to a request of any dialect that has no message of its own."""
+
+    opcode: int
+    status: int = 0
+    opaque: int = 0
+    cas: Cas = Cas(0)
+    data_type: int = 0
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
+
+
+# ── What a consumer asks ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamRequest:
+    """Stream this partition to me, from where I stand."""
+
+    partition: Partition
+    opaque: int = 0
+    flags: StreamFlag = StreamFlag.NONE
+    start: Seqno = Seqno(0)
+    end: Seqno = NO_END
+    branch: BranchId = BranchId(0)
+    high_seqno: Seqno | None = Seqno(0)  # where that branch began; DCP has no room for it
+    snapshot_start: Seqno | None = None
+    snapshot_end: Seqno | None = None
+    name: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverLogRequest:
+    partition: Partition
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopStream:
+    """The consumer wants no more of this stream."""
+
+    partition: Partition
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """A setting for the streams that this connection opens from now on."""
+
+    name: bytes
+    setting: bytes
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noop:
+    """Are you there? Either side asks, the other answers."""
+
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferAck:
+    """The consumer has processed so many bytes of the flow-control window."""
+
+    size: int
+    opaque: int = 0
+    partition: Partition = Partition(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqnosRequest:
+    """How far is each partition?"""
+
+    opaque: int = 0
+    state: State | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """DCP: this connection is going to carry streams, under this name."""
+
+    name: bytes
+    flags: int = 1
+    opaque: int = 0
+    value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddStream:
+    """DCP: tells a consumer to open a stream."""
+
+    partition: Partition
+    flags: int = 0
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapConnect:
+    """TAP: one request that opens everything. A value that was not asked for is None."""
+
+    name: bytes = b""
+    opaque: int = 0
+    backfill: int | None = None  # seconds since the epoch
+    dump: bool = False
+    partitions: tuple[Partition, ...] | None = None
+    takeover: bool = False
+    support_ack: bool = False
+    keys_only: bool = False
+
+
+# ── What a producer answers ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamAccepted:
+    """The stream follows. `versions` is the failover log, where the consumer asked for it."""
+
+    opaque: int
+    partition: Partition | None = None
+    versions: tuple[Version, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRequired:
+    """The consumer must go back to `seqno` or before, and ask again."""
+
+    opaque: int
+    seqno: Seqno
+    partition: Partition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailoverLogAnswer:
+    opaque: int
+    versions: tuple[Version, ...]
+    partition: Partition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqnosAnswer:
+    opaque: int
+    seqnos: tuple[tuple[Partition, Seqno], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """The request failed: a status, and a sentence (or the cluster map, for "not my vbucket")."""
+
+    opcode: int
+    status: int
+    opaque: int
+    value: bytes = b""
+    partition: Partition | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledged:
+    """An empty OK: to a NOOP, a CONTROL, a TAP message that asked for it."""
+
+    opcode: int
+    opaque: int
+
+
+# ── What a stream carries ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamStart:
+    partition: Partition
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEnd:
+    partition: Partition
+    opaque: int = 0
+    reason: EndReason = EndReason.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMarker:
+    """A snapshot begins. Only a change inside it moves the consumer."""
+
+    partition: Partition
+    opaque: int = 0
+    start: Seqno | None = None
+    end: Seqno | None = None
+    kind: int = 0
+    # What later versions of the DCP marker add.
+    high_completed: Seqno | None = None
+    max_visible: Seqno | None = None
+    timestamp: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotEnd:
+    """The consumer is consistent here. DCP has no such message: the marker's end says it."""
+
+    partition: Partition
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    partition: Partition
+    key: bytes
+    value: bytes = b""
+    seqno: Seqno | None = None
+    revision: int = 0
+    cas: Cas = Cas(0)
+    flags: int = 0
+    expiration: int = 0
+    lock_time: int = 0
+    opaque: int = 0
+    data_type: int = 0
+    extended: bytes = b""  # DCP's extended metadata, kept as it came
+    nru: int = 0
+    request_ack: bool = False  # TAP: the server wants to hear that this was processed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deletion:
+    partition: Partition
+    key: bytes
+    value: bytes = b""  # DCP allows one: the attributes of a deleted document
+    seqno: Seqno | None = None
+    revision: int = 0
+    cas: Cas = Cas(0)
+    flags: int = 0
+    expiration: int = 0
+    lock_time: int = 0
+    opaque: int = 0
+    data_type: int = 0
+    extended: bytes = b""
+    deleted_at: int | None = None
+    request_ack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expiration(Deletion):
+    """A deletion that nobody asked for: the item's time had come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flush:
+    """Every item is gone. It has no seqno: the consumer stands at its last one + 1."""
+
+    partition: Partition
+    opaque: int = 0
+    request_ack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetState:
+    """The other end should hold this partition in this state from now on."""
+
+    partition: Partition
+    state: State
+    opaque: int = 0
+    request_ack: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeqnoAdvanced:
+    """DCP: the history went on to here without anything that this stream may see."""
+
+    partition: Partition
+    seqno: Seqno
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemEvent:
+    """DCP: a collection came or went. Kept as it came."""
+
+    partition: Partition
+    seqno: Seqno
+    event: int
+    version: int = 0
+    key: bytes = b""
+    value: bytes = b""
+    cas: Cas = Cas(0)
+    opaque: int = 0
+    data_type: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TapOpaque:
+    """TAP: an extension of somebody's engine. Ignored, but acknowledged when asked."""
+
+    partition: Partition
+    key: bytes = b""
+    value: bytes = b""
+    opaque: int = 0
+    request_ack: bool = False
+
+
+Change: TypeAlias = Mutation | Deletion | Expiration
+StreamMessage: TypeAlias = (
+    StreamStart | StreamEnd | SnapshotMarker | SnapshotEnd | Change | Flush | SetState | SeqnoAdvanced | SystemEvent
+)
+Message: TypeAlias = (
+    Request
+    | Response
+    | StreamRequest
+    | FailoverLogRequest
+    | StopStream
+    | Control
+    | Noop
+    | BufferAck
+    | SeqnosRequest
+    | Open
+    | AddStream
+    | TapConnect
+    | StreamAccepted
+    | RollbackRequired
+    | FailoverLogAnswer
+    | SeqnosAnswer
+    | Refusal
+    | Acknowledged
+    | StreamMessage
+    | TapOpaque
+)
