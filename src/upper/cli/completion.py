@@ -1,0 +1,150 @@
+"""Print a completion script for a shell, made from the verbs and options that this version has.
+
+The script is complete in itself: completing runs no program, so it is as fast as the shell.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from upper.cli.output import ExitCode, Output
+
+EXAMPLES = """
+upper completion bash > ~/.local/share/bash-completion/completions/upper
+upper completion zsh > ~/.zfunc/_upper
+upper completion fish > ~/.config/fish/completions/upper.fish
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=sorted(RENDER), help="the shell that is going to read the script")
+
+
+def run(args: Namespace, out: Output) -> ExitCode:
+    script = RENDER[args.shell](list(words()))
+    out.show({"shell": args.shell, "script": script}, text=script.rstrip())
+    return ExitCode.OK
+
+
+@dataclass(frozen=True)
+class Word:
+    """Something that may stand after `path`, and what it is for."""
+
+    path: tuple[str, ...]
+    text: str
+    help: str
+
+
+def words() -> Iterator[Word]:
+    """Every verb, option and fixed choice, in the order in which help shows them."""
+    from upper.cli.main import VERBS, load, parser_of, top_parser
+
+    yield from _of_parser((), top_parser())
+    for name, (_, summary) in VERBS.items():
+        yield Word((), name, summary)
+        yield from _of_parser((name,), parser_of(name, load(name)))
+
+
+def _of_parser(path: tuple[str, ...], parser: ArgumentParser) -> Iterator[Word]:
+    for action in parser._actions:
+        about = (action.help or "").replace("%(default)s", str(action.default))
+        if isinstance(action, _SubParsersAction):
+            summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, child in action.choices.items():
+                yield Word(path, name, summaries.get(name, ""))
+                yield from _of_parser((*path, name), child)
+        elif action.option_strings:
+            yield from (Word(path, option, about) for option in action.option_strings)
+        elif action.choices is not None:
+            yield from (Word(path, str(choice), about) for choice in action.choices)
+
+
+def _grouped(known: list[Word]) -> dict[tuple[str, ...], list[Word]]:
+    groups: dict[tuple[str, ...], list[Word]] = {}
+    for word in known:
+        groups.setdefault(word.path, []).append(word)
+    return groups
+
+
+def _bash(known: list[Word]) -> str:
+    # The longest path whose words all stand on the line, in order, decides what may follow.
+    cases = "\n".join(
+        f'        "{" ".join(path)}") words="{" ".join(word.text for word in group)}" ;;'
+        for path, group in _grouped(known).items()
+    )
+    paths = " ".join(f'"{" ".join(path)}"' for path in _grouped(known) if path)
+    return f"""\
+# bash completion for upper
+_upper() {{
+    local current="${{COMP_WORDS[COMP_CWORD]}}" path="" words="" word
+    for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+        local longer="${{path:+$path }}$word" candidate
+        for candidate in {paths}; do
+            if [[ "$candidate" == "$longer" ]]; then path="$longer"; fi
+        done
+    done
+    case "$path" in
+{cases}
+    esac
+    COMPREPLY=($(compgen -W "$words" -- "$current"))
+}}
+complete -o default -F _upper upper
+"""
+
+
+def _zsh(known: list[Word]) -> str:
+    cases = "\n".join(
+        f'        "{" ".join(path)}") words_here=({" ".join(_quoted(_zsh_pair(word)) for word in group)}) ;;'
+        for path, group in _grouped(known).items()
+    )
+    paths = " ".join(f'"{" ".join(path)}"' for path in _grouped(known) if path)
+    return f"""\
+#compdef upper
+_upper() {{
+    local path_so_far="" longer word
+    local -a words_so_far paths words_here
+    words_so_far=("${{(@)words[2,CURRENT-1]}}")
+    paths=({paths})
+    for word in $words_so_far; do
+        longer="${{path_so_far:+$path_so_far }}$word"
+        if (( ${{paths[(Ie)$longer]}} )); then path_so_far="$longer"; fi
+    done
+    case "$path_so_far" in
+{cases}
+    esac
+    _describe 'upper' words_here || _files
+}}
+compdef _upper upper
+"""
+
+
+def _zsh_pair(word: Word) -> str:
+    return f"{word.text}:{word.help}" if word.help else word.text
+
+
+def _fish(known: list[Word]) -> str:
+    lines = ["# fish completion for upper"]
+    verbs = " ".join(word.text for word in known if word.path == () and not word.text.startswith("-"))
+    for word in known:
+        when = (
+            f"__fish_seen_subcommand_from {word.path[-1]}"
+            if word.path
+            else f"not __fish_seen_subcommand_from {verbs}"
+        )
+        if word.text.startswith("--"):
+            what = f"-l {word.text[2:]}"
+        elif word.text.startswith("-"):
+            what = f"-s {word.text[1:]}"
+        else:
+            what = f"-a {_quoted(word.text)}"
+        lines.append(f"complete -c upper -n {_quoted(when)} {what} -d {_quoted(word.help)}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+RENDER = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -1,0 +1,48 @@
+"""Completion scripts: what the shells themselves make of them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from tests.conftest import Run
+
+from upper.cli import completion
+from upper.cli.main import VERBS
+
+
+def bash_completes(script: str, *line: str) -> list[str]:
+    """What bash would offer for the last word of this line."""
+    words = " ".join(f"'{word}'" for word in line)
+    program = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _upper; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_verbs_and_their_arguments(upper: Run) -> None:
+    script = upper("completion", "bash").stdout
+    assert set(VERBS) <= set(bash_completes(script, "upper", ""))
+    assert bash_completes(script, "upper", "comp") == ["completion"]
+    assert bash_completes(script, "upper", "completion", "z") == ["zsh"]
+    assert bash_completes(script, "upper", "completion", "--j") == ["--json"]
+    assert bash_completes(script, "upper", "completion", "--json", "b") == ["bash"]
+
+
+@pytest.mark.parametrize("shell", completion.RENDER)
+def test_a_script_names_every_verb_and_every_option(shell: str, upper: Run) -> None:
+    script = upper("completion", shell).stdout
+    for word in completion.words():
+        assert word.text.lstrip("-") in script
+
+
+@pytest.mark.parametrize("shell", completion.RENDER)
+def test_the_shell_accepts_its_script(shell: str, upper: Run) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    script = upper("completion", shell).stdout
+    check = subprocess.run(
+        [shell, "-n"], input=script, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (check.returncode, check.stderr) == (0, "")

@@ -1,0 +1,158 @@
+"""The frame: every verb is whole, starts light, and ends in a sentence and an exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from types import ModuleType
+
+import pytest
+from tests.conftest import Run
+
+from upper.cli import main as frame
+from upper.cli.output import ExitCode, Output
+from upper.errors import Corrupt, Refused, Unreachable, UpperError
+
+PIPELINE = {"pyspark", "pyarrow", "numpy", "pandas", "deltalake", "duckdb", "matplotlib"}
+HEAVY = PIPELINE | {"rich", "re2", "uvloop"}
+
+
+def modules_after(*arguments: str) -> set[str]:
+    """The modules that are loaded once `upper` has run with these arguments."""
+    program = (
+        "import sys\n"
+        "from upper.cli.main import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print('\\n'.join(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stderr.split())
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_upper_itself_starts_without_anything_heavy(argument: str) -> None:
+    assert not modules_after(argument) & (HEAVY | {"asyncio", "subprocess", "ssl"})
+
+
+@pytest.mark.parametrize("verb", frame.VERBS)
+def test_the_help_of_a_verb_loads_nothing_heavy_and_no_other_verb(verb: str) -> None:
+    loaded = modules_after(verb, "--help")
+    assert not loaded & HEAVY
+    others = {module for name, (module, _) in frame.VERBS.items() if name != verb}
+    assert not loaded & others
+
+
+@pytest.mark.parametrize("verb", frame.VERBS)
+def test_a_verb_is_whole(verb: str) -> None:
+    module = frame.load(verb)
+    assert module.__doc__, "the docstring of a verb is its help"
+    examples = module.EXAMPLES.strip().splitlines()
+    assert any(f"upper {verb}" in line for line in examples)
+    frame.parser_of(verb, module).format_help()
+
+
+def test_help_names_every_verb(upper: Run) -> None:
+    text = upper("--help").stdout
+    assert all(f"\n  {verb}" in text for verb in frame.VERBS)
+
+
+def test_the_version_names_python_and_the_kernel(upper: Run) -> None:
+    from upper import kernel
+    from upper.version import VERSION
+
+    shown = upper("--version")
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert shown.stdout == f"upper {VERSION} (Python {python}, {kernel.NAME} kernel)\n"
+    assert shown.returncode == ExitCode.OK
+
+
+def test_no_verb_is_a_question_about_usage(upper: Run) -> None:
+    asked = upper()
+    assert asked.returncode == ExitCode.USAGE
+    assert "usage: upper VERB" in asked.stderr
+    assert asked.stdout == ""
+
+
+def test_an_unknown_verb_names_the_nearest(upper: Run) -> None:
+    asked = upper("compltion")
+    assert asked.returncode == ExitCode.USAGE
+    assert asked.stderr == "upper: there is no verb 'compltion'; did you mean 'completion'?\n"
+
+
+def verb_that(raises: BaseException) -> ModuleType:
+    class Failing(ModuleType):
+        EXAMPLES = ""
+
+        def add_arguments(self, parser: ArgumentParser) -> None:
+            pass
+
+        def run(self, args: Namespace, out: Output) -> ExitCode:
+            raise raises
+
+    return Failing("failing", "Fails.")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (Unreachable("nobody answers at a:1; is it running?"), ExitCode.UNREACHABLE, "nobody answers at a:1"),
+        (Refused("the node said no"), ExitCode.REFUSED, "the node said no"),
+        (Corrupt("segment 3 is damaged"), ExitCode.CORRUPT, "segment 3 is damaged"),
+        (UpperError("it did not work"), ExitCode.DIFFERENT, "it did not work"),
+        (ConnectionRefusedError(111, "Connection refused"), ExitCode.UNREACHABLE, "Connection refused"),
+        (FileNotFoundError(2, "No such file", "here.txt"), ExitCode.USAGE, "here.txt: No such file"),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(
+    error: Exception,
+    code: ExitCode,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(error))
+    monkeypatch.delenv("UPPER_DEBUG", raising=False)
+    assert frame.main(["completion"]) == code
+    said = capsys.readouterr().err
+    assert said.startswith(f"upper: {sentence}")
+    assert said.count("\n") == 1
+
+    monkeypatch.setenv("UPPER_DEBUG", "1")
+    assert frame.main(["completion"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_not_an_error_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(KeyboardInterrupt()))
+    assert frame.main(["completion"]) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == ""
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError):
+        frame.main(["completion"])
+
+
+def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "upper", "completion", "bash"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == ExitCode.BROKEN_PIPE
+    assert done.stderr == b""

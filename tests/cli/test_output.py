@@ -1,0 +1,145 @@
+"""Text and JSON come from the same value, and nothing is lost between them."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upper.cli.output import ExitCode, Output
+from upper.model.values import Partition, Seqno, Snapshot, State
+
+
+@dataclass(frozen=True)
+class Finding:
+    partition: Partition
+    what: str
+    state: State = State.ACTIVE
+
+
+FINDINGS = [
+    Finding(Partition(3), "seqno 4 follows 7"),
+    Finding(Partition(512), "torn", State.REPLICA),
+]
+
+
+def shown(value: object, *, as_json: bool = False, text: str | None = None, empty: str = "nothing") -> str:
+    stdout = io.StringIO()
+    Output(as_json=as_json, stdout=stdout, stderr=io.StringIO()).show(value, text=text, empty=empty)
+    return stdout.getvalue()
+
+
+def test_many_values_are_a_table_for_people() -> None:
+    assert shown(FINDINGS) == (
+        "partition  what               state\n"
+        "        3  seqno 4 follows 7  active\n"
+        "      512  torn               replica\n"
+    )
+
+
+def test_many_values_are_one_object_a_line_for_programs() -> None:
+    lines = shown(FINDINGS, as_json=True).splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"partition": 3, "what": "seqno 4 follows 7", "state": "active"},
+        {"partition": 512, "what": "torn", "state": "replica"},
+    ]
+
+
+def test_one_value_is_a_line_a_field() -> None:
+    assert shown(Snapshot(Seqno(1), Seqno(20))) == "start  1\nend    20\n"
+    assert shown({"ok": True, "lost": None}) == "ok    yes\nlost  -\n"
+
+
+def test_nothing_is_said_in_words_and_is_no_line_of_json() -> None:
+    assert shown([], empty="sound") == "sound\n"
+    assert shown([], as_json=True, empty="sound") == ""
+
+
+def test_the_text_of_one_value_may_be_given() -> None:
+    assert shown({"seqno": 7}, text="at 7") == "at 7\n"
+    assert shown({"seqno": 7}, text="at 7", as_json=True) == '{"seqno": 7}\n'
+
+
+def test_bytes_are_text_where_they_can_be_and_hex_where_not() -> None:
+    assert json.loads(shown({"key": "ключ".encode(), "value": b"\xff\x00"}, as_json=True)) == {
+        "key": "ключ",
+        "value": "ff00",
+    }
+
+
+def test_control_characters_in_a_value_do_not_reach_the_terminal() -> None:
+    assert "\x1b" not in shown({"key": b"\x1b[2J"})
+    assert shown([{"key": "a\nb"}]).count("\n") == 2
+
+
+def test_enums_and_paths_have_names() -> None:
+    class Colour(IntEnum):
+        RED = 1
+
+    assert json.loads(shown({"a": Colour.RED, "b": Path("x/y"), "c": ExitCode.OK}, as_json=True)) == {
+        "a": "red",
+        "b": "x/y",
+        "c": "ok",
+    }
+
+
+def test_json_of_many_is_written_as_it_becomes_known() -> None:
+    stdout = io.StringIO()
+
+    def values() -> object:
+        yield {"n": 1}
+        assert stdout.getvalue() == '{"n": 1}\n'
+        yield {"n": 2}
+
+    Output(as_json=True, stdout=stdout).show(values())
+    assert stdout.getvalue() == '{"n": 1}\n{"n": 2}\n'
+
+
+def test_prose_is_for_people_only() -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    out = Output(as_json=True, stdout=stdout, stderr=stderr)
+    out.say("ready")
+    out.note("one node is slow")
+    assert (stdout.getvalue(), stderr.getvalue()) == ("", "one node is slow\n")
+
+
+def test_progress_is_silent_where_nobody_looks() -> None:
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with Output(stdout=stdout, stderr=stderr).progress("loading", total=2) as bar:
+        bar.advance()
+        bar.advance()
+    assert (stdout.getvalue(), stderr.getvalue()) == ("", "")
+
+
+def test_progress_is_drawn_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stderr = Terminal()
+    with Output(stderr=stderr).progress("loading", total=2) as bar:
+        bar.advance(2)
+    assert "loading" in stderr.getvalue()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=4))
+def test_what_programs_read_equals_what_was_shown(values: list[dict[str, object]]) -> None:
+    lines = shown(values, as_json=True).split("\n")[:-1]
+    assert [json.loads(line) for line in lines] == values
+
+
+@given(st.lists(st.dictionaries(st.text(min_size=1), JSON, min_size=1, max_size=4), min_size=1, max_size=4))
+def test_a_table_has_a_line_for_its_head_and_each_row(values: list[dict[str, object]]) -> None:
+    assert shown(values).count("\n") == len(values) + 1
