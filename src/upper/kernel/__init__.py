@@ -1,0 +1,100 @@
+"""The loops that run once per change, compiled where that was possible at installation.
+
+Two modules hold the same functions: `_compiled` (Cython) and `plain` (Python, and the text to read).
+This file chooses, once, at import; `NAME` says which one runs. The environment variable UPPER_KERNEL
+overrules: `plain` takes the twin, `required` refuses to start without the compiled one.
+
+What both promise: no byte of the input is trusted, no length field leads to an allocation, and every
+result of one is the result of the other, byte for byte (tests/kernel holds them to it). Bytes that come
+in (`data`) may be bytes, a bytearray or a contiguous memoryview; anything else is a TypeError. The plain
+`run` and `replay` copy what is not bytes, so whoever calls them in a loop passes bytes.
+
+All loops hold the interpreter's lock and allocate nothing that the cycle collector tracks: a record is
+bytes, and a dict of bytes is not visited by it either (up to Python 3.13). A process that keeps millions
+of records should still call `gc.freeze()` after loading and raise the thresholds, as the node does,
+because lists of records (`pending`, chunks of a backfill) *are* visited.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from upper.kernel.plain import Clock, Columns, Entry, Items, Table
+
+_WANTED = os.environ.get("UPPER_KERNEL", "")
+
+if TYPE_CHECKING or _WANTED == "plain":
+    from upper.kernel.plain import (
+        NAME,
+        after,
+        columns,
+        group,
+        join,
+        latest,
+        measure,
+        replay,
+        retarget,
+        run,
+        scan,
+        to_arrow,
+    )
+else:
+    try:
+        from upper.kernel._compiled import (
+            NAME,
+            after,
+            columns,
+            group,
+            join,
+            latest,
+            measure,
+            replay,
+            retarget,
+            run,
+            scan,
+            to_arrow,
+        )
+    except ImportError:
+        if _WANTED == "required":
+            raise
+        from upper.kernel.plain import (
+            NAME,
+            after,
+            columns,
+            group,
+            join,
+            latest,
+            measure,
+            replay,
+            retarget,
+            run,
+            scan,
+            to_arrow,
+        )
+
+__all__ = [
+    "NAME",
+    # what comes from a socket
+    "scan",
+    "run",
+    # what goes to a socket
+    "join",
+    "retarget",
+    # what comes from a file
+    "replay",
+    # maps and lists of records
+    "after",
+    "group",
+    "latest",
+    "measure",
+    # columns
+    "columns",
+    "to_arrow",
+    # types
+    "Clock",
+    "Columns",
+    "Entry",
+    "Items",
+    "Table",
+]

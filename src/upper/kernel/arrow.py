@@ -1,0 +1,142 @@
+"""Changes as Arrow record batches: the schema, and the two ways to get there.
+
+The only file of this room that knows pyarrow, and it imports it when asked. The schema is exact: Spark
+takes int32, int64, binary and nullable columns, and no unsigned, large, view or dictionary types.
+"""
+
+from __future__ import annotations
+
+from array import array
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from upper.errors import RemoteProtocolError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from upper.kernel.plain import Buffer, Columns
+
+OPERATIONS = ("mutation", "deletion", "expiration")
+
+
+@cache
+def schema() -> pyarrow.Schema:
+    """One row a change. The client adds rows with the operations `flush` and `rollback`."""
+    import pyarrow as pa
+
+    return pa.schema(
+        [
+            ("partition", pa.int32()),
+            ("seqno", pa.int64()),
+            ("branch", pa.int64()),
+            ("operation", pa.string()),
+            ("key", pa.binary()),
+            ("value", pa.binary()),
+            ("revision", pa.int64()),
+            ("cas", pa.int64()),
+            ("flags", pa.int32()),
+            ("expiration", pa.int32()),
+            ("lock_time", pa.int32()),
+            ("changed_at", pa.timestamp("us", tz="UTC")),
+        ]
+    )
+
+
+def batch(rows: int, columns: Columns) -> pyarrow.RecordBatch:
+    """The buffers that the kernel filled, as a record batch; nothing is copied."""
+    import pyarrow as pa
+
+    arrays = [
+        pa.Array.from_buffers(
+            field.type, rows, [None if part is None else pa.py_buffer(part) for part in columns[field.name]]
+        )
+        for field in schema()
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=schema())
+
+
+def gather(
+    data: Buffer, start: int, end: int, offsets: list[int], branches: array[int]
+) -> pyarrow.RecordBatch:
+    """The changes at these offsets, without a Python loop over their fields.
+
+    numpy picks the fixed part of all packets at once. Keys and values become Arrow *views* into the bytes
+    as they came, and pyarrow's cast to binary, which is compiled, does the copying.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    # The padding lets fields be picked past the end of the last packet, where a deletion is shorter.
+    raw = b"".join((memoryview(data)[start:end], bytes(64)))
+    at = np.array(offsets, dtype=np.int64) - start
+
+    def pick(dtype: Any, where: Any) -> Any:
+        """One item of this type at each of the byte offsets."""
+        kind = np.dtype(dtype)
+        return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[where]
+
+    head = pick(_HEAD, at)
+    live = head["opcode"] == 0x56
+    partition = head["partition"].astype(np.int32)
+    if len(partition) and int(partition.max()) >= len(branches):
+        row = int((partition >= len(branches)).argmax())
+        raise RemoteProtocolError(
+            f"a change of partition {partition[row]} where only {len(branches)} are known", at=offsets[row]
+        )
+
+    def native(name: str, kind: str) -> Any:
+        return head[name].astype(kind)
+
+    def tail(name: str) -> Any:
+        return np.where(live, native(name, "<u4"), 0).astype("<u4")
+
+    def binary(where: Any, length: Any, valid: Any) -> Any:
+        view = np.zeros(len(at), _VIEW)
+        view["length"] = length
+        short = length <= 12
+        view["rest"] = pick("V12", where)
+        long = ~short
+        view["rest"][long] = np.rec.fromarrays(
+            [pick("V4", where[long]), np.zeros(long.sum(), "<i4"), where[long].astype("<i4")]
+        ).view("V12")
+        bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
+        buffers = [bits, pa.py_buffer(view), pa.py_buffer(raw)]
+        return pa.Array.from_buffers(pa.binary_view(), len(at), buffers).cast(pa.binary())
+
+    key_length = head["key"].astype(np.int64)
+    key_at = at + 24 + head["extras"]
+    value_at = key_at + key_length
+    value_length = np.where(live, at + 24 + head["total"].astype(np.int64) - value_at, 0)
+    cas = native("cas", "<u8")
+    columns = {
+        "partition": partition,
+        "seqno": native("seqno", "<u8").view("<i8"),
+        "branch": np.frombuffer(branches, np.int64)[partition] if len(branches) else partition.astype("<i8"),
+        "operation": pa.DictionaryArray.from_arrays(
+            (head["opcode"] - 0x56).astype(np.int8), list(OPERATIONS)
+        ).cast(pa.string()),
+        "key": binary(key_at, key_length, None),
+        "value": binary(value_at, value_length, None if live.all() else live),
+        "revision": native("revision", "<u8").view("<i8"),
+        "cas": cas.view("<i8"),
+        "flags": tail("flags").view("<i4"),
+        "expiration": tail("expiration").view("<i4"),
+        "lock_time": tail("lock_time").view("<i4"),
+        "changed_at": (cas // np.uint64(1000)).view("<i8").view("<M8[us]"),
+    }
+    fields = schema()
+    arrays = [
+        column if isinstance(column, pa.Array) else pa.array(column).cast(fields.field(name).type)
+        for name, column in columns.items()
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=fields)
+
+
+# The fixed part of a change packet, and one entry of an Arrow view column.
+_HEAD = [
+    ("magic", "u1"), ("opcode", "u1"), ("key", ">u2"), ("extras", "u1"), ("data_type", "u1"),
+    ("partition", ">u2"), ("total", ">u4"), ("opaque", ">u4"), ("cas", ">u8"), ("seqno", ">u8"),
+    ("revision", ">u8"), ("flags", ">u4"), ("expiration", ">u4"), ("lock_time", ">u4"),
+]  # fmt: skip
+_VIEW = [("length", "<i4"), ("rest", "V12")]
