@@ -1,0 +1,1 @@
+"""One node: it answers key-value requests and feeds change streams, on one port."""
