@@ -61,17 +61,8 @@ MAX_RANGE: Final = (1 << 31) - 1  # Arrow counts the bytes of a binary column in
 
 REQUEST, RESPONSE = 0x80, 0x81
 MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
-GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ = (
-    0x00,
-    0x01,
-    0x04,
-    0x09,
-    0x0A,
-    0x0C,
-    0x0D,
-    0x11,
-    0x14,
-)
+GET, GETQ, GETK, GETKQ = 0x00, 0x09, 0x0C, 0x0D
+SET, SETQ, DELETE, DELETEQ, NOOP = 0x01, 0x11, 0x04, 0x14, 0x0A
 NOT_FOUND = b"Not found"
 OPERATIONS = ("mutation", "deletion", "expiration")
 
@@ -82,9 +73,7 @@ _U64 = Struct(">Q")
 _TAIL = Struct(">III")  # flags, expiration, lock time of a mutation
 _SET = Struct(">4sI")  # flags and expiration of a SET
 _RECORD = Struct(">BBHBBHIIQQQ")  # header, seqno, revision
-_CHANGE = Struct(
-    ">BBHBxHI4xQQQ"
-)  # magic, opcode, key and extras length, partition, body, cas, seqno, revision
+_CHANGE = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
 _NEITHER = bytes(8)  # no expiration, no lock
 
 
@@ -126,7 +115,7 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
             break
         if extras + key > total:
             raise BadLength(
-                f"extras of {extras} and a key of {key} do not fit a body of {total}; the peer's framing is broken",
+                f"extras of {extras} and a key of {key} exceed a body of {total}; the peer is broken",
                 at=at,
             )
         if total > limit:
@@ -134,7 +123,7 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
         if magic == REQUEST and MUTATION <= opcode <= EXPIRATION:
             if not _change(opcode, key, extras, total):
                 raise BadLength(
-                    f"a change {opcode:#x} cannot have extras of {extras}, a key of {key} and a body of {total}",
+                    f"a change {opcode:#x} with extras of {extras}, a key of {key} and a body of {total}",
                     at=at,
                 )
         else:
@@ -162,7 +151,8 @@ def scan(
     _within(start, len(data), len(data))
     end, changes, slots = start, 0, len(seqnos)
     others: list[int] = []
-    for at, end, opcode, _, opaque in _packets(data, start, len(data), max_body):  # noqa: B020
+    for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body):
+        end = past
         if opcode < 0:
             others.append(at)
             continue
@@ -229,7 +219,7 @@ def run(
             # Expiration and lock time: whoever reads the clock looks at those.
             if live and (len(old) < 52 + klen or old[44:52] != _NEITHER):
                 break
-        if opcode == SET or opcode == SETQ:
+        if opcode in (SET, SETQ):
             value = total - klen - 8
             if extras != 8 or not 0 <= value <= limit:
                 break
@@ -241,7 +231,7 @@ def run(
             waits = True
             if opcode == SET:
                 out += _HEAD.pack(RESPONSE, SET, 0, 0, 0, 0, 0, opaque, cas)
-        elif opcode == DELETE or opcode == DELETEQ:
+        elif opcode in (DELETE, DELETEQ):
             if extras or total != klen:
                 break
             if live:
@@ -253,26 +243,17 @@ def run(
                     out += _HEAD.pack(RESPONSE, DELETE, 0, 0, 0, 0, 0, opaque, cas if delete_cas else 0)
             else:
                 out += _HEAD.pack(RESPONSE, opcode, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
-        elif opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
+        elif opcode in (GET, GETQ, GETK, GETKQ):
             if extras or total != klen:
                 break
-            shown = key if opcode == GETK or opcode == GETKQ else b""
+            shown = key if opcode in (GETK, GETKQ) else b""
             if live:
                 assert isinstance(old, bytes)
                 if old[5]:
                     break  # what a client sees of a data type depends on what it said it knows
-                value = len(old) - 52 - klen
-                out += _HEAD.pack(
-                    RESPONSE,
-                    opcode,
-                    len(shown),
-                    4,
-                    0,
-                    0,
-                    4 + len(shown) + value,
-                    opaque,
-                    _U64.unpack_from(old, 16)[0],
-                )
+                whole = len(shown) + len(old) - 48 - klen
+                (cas,) = _U64.unpack_from(old, 16)
+                out += _HEAD.pack(RESPONSE, opcode, len(shown), 4, 0, 0, whole, opaque, cas)
                 out += b"".join((old[40:44], shown, old[52 + klen :]))
             elif opcode == GET:
                 out += _HEAD.pack(RESPONSE, GET, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
@@ -300,10 +281,9 @@ def _write(
     clock.last = cas = clock.last + 1
     store.high = seqno = store.high + 1
     extras = 28 if opcode == MUTATION else 16
-    record = (
-        _RECORD.pack(REQUEST, opcode, len(key), extras, 0, partition, 16 + len(rest), 0, cas, seqno, revision)
-        + rest
-    )
+    body = 16 + len(rest)
+    head = _RECORD.pack(REQUEST, opcode, len(key), extras, 0, partition, body, 0, cas, seqno, revision)
+    record = head + rest
     store.items[key] = record
     store.size += len(record)
     if opcode != MUTATION:
@@ -437,8 +417,7 @@ def latest(records: list[bytes]) -> list[bytes]:
         if MUTATION <= record[1] <= EXPIRATION:
             begin = 24 + record[4]
             key = record[begin : begin + (record[2] << 8 | record[3])]
-            if key in newest:
-                del newest[key]
+            newest.pop(key, None)
         newest[key] = record
     return records if len(newest) == len(records) else list(newest.values())
 
