@@ -55,6 +55,10 @@ class BadLength(RemoteProtocolError):
     """The lengths of a packet do not add up, or do not fit its kind."""
 
 
+class ReservedBits(RemoteProtocolError):
+    """Reserved bits are set, or a field holds a number that means nothing here."""
+
+
 class UnknownOpcode(RemoteProtocolError):
     """No dialect spoken here has this opcode."""
 
@@ -207,3 +211,12 @@ class NotWritable(StorageError):
 
 class SeqnoExhausted(StorageError):
     """A partition has used its last seqno, 2^48 - 1."""
+
+
+# ── The machine around us ─────────────────────────────────────────────────────────────────────────
+
+
+class NotInstalled(UpperError):
+    """Something outside this package is needed, and absent or too old."""
+
+    exit_code = 2

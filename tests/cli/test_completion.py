@@ -15,7 +15,7 @@ from upper.cli.main import VERBS
 def bash_completes(script: str, *line: str) -> list[str]:
     """What bash would offer for the last word of this line."""
     words = " ".join(f"'{word}'" for word in line)
-    program = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _upper; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    program = f"{script}\nCOMP_WORDS=({words}); COMP_CWORD={len(line) - 1}; _upper; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.split()
 

@@ -18,6 +18,7 @@ import sys
 from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Protocol, cast
 
 from upper.cli.output import ExitCode, Output
@@ -77,6 +78,8 @@ def top_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `upper` with these arguments (the command line's, by default); the result is the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a key that the terminal cannot show is no failure
     try:
         code = _run(arguments)
         sys.stdout.flush()

@@ -59,7 +59,7 @@ class Output:
         """
         if self.as_json:
             for item in _items(value):
-                self._line(json.dumps(plain(item), ensure_ascii=False))
+                self._line(json.dumps(plain(item)))
         elif text is not None:
             self._line(text)
         elif isinstance(value, str) or is_record(value):
@@ -163,7 +163,7 @@ def _cell(value: object) -> str:
         case list():
             return ", ".join(map(_cell, value)) or "-"
         case dict():
-            return ", ".join(f"{name}={_cell(item)}" for name, item in value.items()) or "-"
+            return ", ".join(f"{_cell(name)}={_cell(item)}" for name, item in value.items()) or "-"
         case _:
             return str(value)
 
@@ -171,8 +171,9 @@ def _cell(value: object) -> str:
 def _listing(record: object) -> str:
     content = plain(record)
     assert isinstance(content, dict)
-    width = max(map(len, content), default=0)
-    return "\n".join(f"{name:<{width}}  {_cell(item)}" for name, item in content.items())
+    shown = {_cell(name): _cell(item) for name, item in content.items()}
+    width = max(map(len, shown), default=0)
+    return "\n".join(f"{name:<{width}}  {item}" for name, item in shown.items())
 
 
 def _table(rows: Sequence[object]) -> Iterator[str]:
@@ -182,14 +183,17 @@ def _table(rows: Sequence[object]) -> Iterator[str]:
         return
     records = [row for row in rows if isinstance(row, dict)]
     names = list(dict.fromkeys(name for record in records for name in record))
-    cells = [[_cell(record.get(name)) for name in names] for record in records]
-    widths = [max(len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(names)]
+    lines = [
+        [_cell(name) for name in names],
+        *([_cell(record.get(name)) for name in names] for record in records),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     numeric = [
         all(isinstance(record.get(name), (int, float, type(None))) for record in records) for name in names
     ]
-    for row in (names, *cells):
+    for line in lines:
         padded = (
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
         )
         yield "  ".join(padded).rstrip()
