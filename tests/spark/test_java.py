@@ -1,4 +1,4 @@
-"""Whatever Java there is or is not, Spark gets one that starts, or the user a sentence that says what to do."""
+"""Whatever Java there is, Spark gets one that starts, or the user a sentence that says what to do."""
 
 from __future__ import annotations
 
