@@ -10,7 +10,7 @@ from array import array
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from upper.errors import RemoteProtocolError
+from upper.kernel import plain
 
 if TYPE_CHECKING:
     import pyarrow
@@ -81,9 +81,7 @@ def gather(
     partition = head["partition"].astype(np.int32)
     if len(partition) and int(partition.max()) >= len(branches):
         row = int((partition >= len(branches)).argmax())
-        raise RemoteProtocolError(
-            f"a change of partition {partition[row]} where only {len(branches)} are known", at=offsets[row]
-        )
+        raise plain._no_branch(int(partition[row]), len(branches), offsets[row])
 
     def native(name: str, kind: str) -> Any:
         return head[name].astype(kind)

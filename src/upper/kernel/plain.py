@@ -90,16 +90,27 @@ def _solid(data: Buffer) -> bytes:
     return data if type(data) is bytes else bytes(_flat(data))
 
 
+def _numbers(slots: object) -> None:
+    if not isinstance(slots, array) or slots.typecode != "Q":
+        raise TypeError('numbers of 64 bits come and go in an array("Q")')
+
+
+def _opaque(number: int) -> int:
+    if not 0 <= number <= 0xFFFF_FFFF:
+        raise ValueError(f"an opaque has 32 bits; {number} does not fit")
+    return number
+
+
+def _check_record(record: bytes) -> None:
+    if not isinstance(record, bytes):
+        raise TypeError(f"a record is bytes, not {type(record).__name__}")
+    if len(record) < 24:
+        raise _short(len(record))
+
+
 def _within(start: int, end: int, size: int) -> None:
     if not 0 <= start <= end <= size:
         raise ValueError(f"bytes {start} to {end} do not lie within the {size} bytes given")
-
-
-def _change(opcode: int, key: int, extras: int, total: int) -> bool:
-    """Does a packet of this opcode have the shape of a change?"""
-    if opcode == MUTATION:
-        return extras == 28
-    return extras == 16 and total == 16 + key
 
 
 # ── From a socket ─────────────────────────────────────────────────────────────────────────────────
@@ -114,18 +125,12 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
         if magic != REQUEST and magic != RESPONSE:
             break
         if extras + key > total:
-            raise BadLength(
-                f"extras of {extras} and a key of {key} exceed a body of {total}; the peer is broken",
-                at=at,
-            )
+            raise _bad_length(extras, key, total, at)
         if total > limit:
-            raise TooLarge(f"a body of {total} bytes is more than the {limit} accepted here", at=at)
+            raise _too_large(total, limit, at)
         if magic == REQUEST and MUTATION <= opcode <= EXPIRATION:
-            if not _change(opcode, key, extras, total):
-                raise BadLength(
-                    f"a change {opcode:#x} with extras of {extras}, a key of {key} and a body of {total}",
-                    at=at,
-                )
+            if extras != 28 if opcode == MUTATION else (extras != 16 or total != 16 + key):
+                raise _bad_change(opcode, extras, key, total, at)
         else:
             opcode = -1
         past = at + 24 + total
@@ -134,7 +139,7 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
         yield at, past, opcode, key, opaque
         at = past
     if at < end and data[at] != REQUEST and data[at] != RESPONSE:
-        raise BadMagic(f"a packet cannot begin with {data[at]:#04x}; close the connection", at=at)
+        raise _bad_magic(data[at], at)
 
 
 def scan(
@@ -149,6 +154,7 @@ def scan(
     """
     data = _flat(data)
     _within(start, len(data), len(data))
+    _numbers(seqnos)
     end, changes, slots = start, 0, len(seqnos)
     others: list[int] = []
     for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body):
@@ -297,12 +303,12 @@ def _write(
 
 def join(records: list[bytes], opaque: int) -> bytes:
     """The records one after the other, each with this opaque: what a stream sends."""
-    number = _U32.pack(opaque)
+    number = _U32.pack(_opaque(opaque))
+    for record in records:
+        _check_record(record)
     joined = bytearray().join(records)
     at = 12
     for length in map(len, records):
-        if length < 24:
-            raise ValueError(f"{length} bytes are not a record; a header alone has 24")
         joined[at : at + 4] = number
         at += length
     return bytes(joined)
@@ -316,11 +322,11 @@ def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
     if not isinstance(buffer, bytearray):
         raise TypeError("only a bytearray can be changed in place")
     _within(start, end, len(buffer))
-    number = _U32.pack(opaque)
+    number = _U32.pack(_opaque(opaque))
     at, count = start, 0
     while at < end:
         if at + 24 > end or (past := at + 24 + _U32.unpack_from(buffer, at + 8)[0]) > end:
-            raise Truncated("the packets do not end where they should; read the range again", at=at)
+            raise _truncated(at)
         buffer[at + 12 : at + 16] = number
         at = past
         count += 1
@@ -338,6 +344,7 @@ def replay(data: Buffer, start: int, end: int, tables: list[Items], highs: array
     """
     data = _solid(data)
     _within(start, end, len(data))
+    _numbers(highs)
     at, count = start, min(len(tables), len(highs))
     change = _CHANGE.unpack_from
     while at + 40 <= end:
@@ -398,6 +405,7 @@ def group(records: list[bytes]) -> dict[int, list[bytes]]:
     """The records of each partition, in their order."""
     groups: dict[int, list[bytes]] = {}
     for record in records:
+        _check_record(record)
         partition = record[6] << 8 | record[7]
         if partition in groups:
             groups[partition].append(record)
@@ -413,10 +421,14 @@ def latest(records: list[bytes]) -> list[bytes]:
     """
     newest: dict[bytes | int, bytes] = {}
     for number, record in enumerate(records):
+        _check_record(record)
         key: bytes | int = number
         if MUTATION <= record[1] <= EXPIRATION:
             begin = 24 + record[4]
-            key = record[begin : begin + (record[2] << 8 | record[3])]
+            past = begin + (record[2] << 8 | record[3])
+            if past > len(record):
+                raise _short(len(record))
+            key = record[begin:past]
             newest.pop(key, None)
         newest[key] = record
     return records if len(newest) == len(records) else list(newest.values())
@@ -433,6 +445,7 @@ def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[i
     """
     data = _flat(data)
     _check_range(start, end, len(data))
+    _numbers(branches)
     partition, expiration, flags, lock_time = array("i"), array("I"), array("I"), array("I")
     seqno, branch, revision, cas, changed = array("Q"), array("Q"), array("Q"), array("Q"), array("q")
     names, keys, values = bytearray(), bytearray(), bytearray()
@@ -493,6 +506,7 @@ def to_arrow(data: Buffer, start: int, end: int, branches: array[int]) -> pyarro
         return arrow.batch(*columns(data, start, end, branches))
     data = _flat(data)
     _check_range(start, end, len(data))
+    _numbers(branches)
     offsets = [at for at, *_ in _whole(data, start, end)]
     return arrow.gather(data, start, end, offsets, branches)
 
@@ -510,8 +524,37 @@ def _whole(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, 
         if packet[2] >= 0:
             yield packet
     if past != end:
-        raise Truncated("the range ends inside a packet; give only what scan found whole", at=past)
+        raise _truncated(past)
+
+
+# ── What both modules say when they refuse ────────────────────────────────────────────────────────
+
+
+def _bad_magic(byte: int, at: int) -> BadMagic:
+    return BadMagic(f"a packet cannot begin with {byte:#04x}; close the connection", at=at)
+
+
+def _bad_length(extras: int, key: int, total: int, at: int) -> BadLength:
+    return BadLength(f"extras of {extras} and a key of {key} exceed a body of {total}", at=at)
+
+
+def _bad_change(opcode: int, extras: int, key: int, total: int, at: int) -> BadLength:
+    return BadLength(
+        f"no change {opcode:#x} has extras of {extras}, a key of {key} and a body of {total}", at=at
+    )
+
+
+def _too_large(total: int, limit: int, at: int) -> TooLarge:
+    return TooLarge(f"a body of {total} bytes is more than the {limit} accepted here", at=at)
+
+
+def _truncated(at: int) -> Truncated:
+    return Truncated("the range ends inside a packet; give whole packets only", at=at)
 
 
 def _no_branch(partition: int, count: int, at: int) -> RemoteProtocolError:
     return RemoteProtocolError(f"a change of partition {partition} where only {count} are known", at=at)
+
+
+def _short(length: int) -> ValueError:
+    return ValueError(f"{length} bytes are not a record; it has a header, its extras and its key")
