@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NewType
 from zlib import crc32
 
@@ -115,7 +116,7 @@ class FailoverLog:
             raise ValueError(f"a failover log has 1 to {MAX_VERSIONS} versions, not {len(self.versions)}")
         if len({version.branch for version in self.versions}) != len(self.versions):
             raise ValueError("a failover log names each branch once")
-        for newer, older in zip(self.versions, self.versions[1:], strict=False):
+        for newer, older in pairwise(self.versions):
             if newer.seqno < older.seqno:
                 raise ValueError(f"version at {newer.seqno} is newer than the one at {older.seqno}")
 
@@ -150,6 +151,14 @@ class FailoverLog:
         """The log once a history branch began at `at`; versions that began later fall away."""
         kept = tuple(version for version in self.versions if version.seqno <= at)
         return FailoverLog((Version(fresh, at), *kept[: MAX_VERSIONS - 1]))
+
+    def rolled_back(self, to: Seqno) -> FailoverLog:
+        """The log of a copy that went back to `to`: versions that began later fall away.
+
+        The oldest stays in any case. To stand before the beginning of a branch is to stand on it, too.
+        """
+        kept = tuple(version for version in self.versions if version.seqno <= to)
+        return FailoverLog(kept or self.versions[-1:])
 
 
 def partition_of(key: bytes, partitions: int) -> Partition:

@@ -1,0 +1,1 @@
+"""Rules: pure decisions and state machines about histories. No bytes, no sockets, no clocks."""
