@@ -20,7 +20,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from upper.kernel.plain import Clock, Columns, Entry, Items, Table
+from upper.kernel.packets import Columns, Entry, Items
+from upper.kernel.plain_run import Clock, Table
 
 _WANTED = os.environ.get("UPPER_KERNEL", "")
 

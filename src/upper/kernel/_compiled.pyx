@@ -3,7 +3,7 @@
 
 Read `plain` for what each one means; here stands only how. Rules of this file: a pointer moves only after the
 length was compared with what is left; every buffer taken is released in a `finally`; sizes of allocations come
-from bytes that were counted, never from a field; sentences of errors are made by `plain`.
+from bytes that were counted, never from a field; sentences of errors are made by `packets`.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -15,7 +15,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from upper.kernel import arrow, plain
+from upper.kernel import arrow, packets
 
 NAME = "compiled"
 
@@ -62,10 +62,10 @@ cdef enum:
     EXPIRATION = 0x58
     MAX_KEY = 250
 
-cdef uint64_t MAX_SEQNO = plain.MAX_SEQNO
-cdef uint64_t MAX_CAS = plain.MAX_CAS
-cdef Py_ssize_t MAX_RANGE = plain.MAX_RANGE
-cdef bytes NOT_FOUND = plain.NOT_FOUND
+cdef uint64_t MAX_SEQNO = packets.MAX_SEQNO
+cdef uint64_t MAX_CAS = packets.MAX_CAS
+cdef Py_ssize_t MAX_RANGE = packets.MAX_RANGE
+cdef bytes NOT_FOUND = packets.NOT_FOUND
 
 
 cdef inline const uint8_t *chars(object record) noexcept:
@@ -79,12 +79,12 @@ cdef inline uint8_t *fresh(object blank) noexcept:
 
 cdef int within(Py_ssize_t start, Py_ssize_t end, Py_ssize_t size) except -1:
     if start < 0 or end < start or end > size:
-        plain._within(start, end, size)
+        packets.within(start, end, size)
     return 0
 
 
 cdef int numbers(object slots, Py_buffer *view, int flags) except -1:
-    plain._numbers(slots)
+    packets.numbers(slots)
     return PyObject_GetBuffer(slots, view, flags)
 
 
@@ -100,23 +100,23 @@ cdef Py_ssize_t packet(
     if at == end:
         return 0
     if p[0] != REQUEST and p[0] != RESPONSE:
-        raise plain._bad_magic(p[0], at)
+        raise packets.bad_magic(p[0], at)
     if end - at < 24:
         return 0
     key, extras, total, opcode[0] = get16(p + 2), p[4], get32(p + 8), p[1]
     if extras + key > total:
-        raise plain._bad_length(extras, key, total, at)
+        raise packets.bad_length(extras, key, total, at)
     if total > limit:
-        raise plain._too_large(total, limit, at)
+        raise packets.too_large(total, limit, at)
     if p[0] == REQUEST and MUTATION <= p[1] <= EXPIRATION:
         if extras != 28 if p[1] == MUTATION else (extras != 16 or total != 16 + key):
-            raise plain._bad_change(p[1], extras, key, total, at)
+            raise packets.bad_change(p[1], extras, key, total, at)
     else:
         opcode[0] = -1
     return at + 24 + total if total <= end - at - 24 else 0
 
 
-def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=plain.MAX_BODY):
+def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY):
     cdef Py_buffer view, slots
     cdef const uint8_t *base
     cdef uint64_t *last
@@ -225,7 +225,7 @@ cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssiz
 
 def run(
     data, Py_ssize_t start, list table not None, clock, list pending not None, bytearray out not None, *,
-    Py_ssize_t limit=plain.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
+    Py_ssize_t limit=packets.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
 ):
     cdef Py_buffer view
     cdef const uint8_t *p
@@ -359,7 +359,7 @@ def run(
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
 
 def join(list records not None, opaque):
-    cdef uint32_t number = plain._opaque(opaque)
+    cdef uint32_t number = packets.fits_opaque(opaque)
     cdef Py_ssize_t i, length, total = 0, count = PyList_GET_SIZE(records)
     cdef uint8_t *to
     for i in range(count):
@@ -368,7 +368,7 @@ def join(list records not None, opaque):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
         length = PyBytes_GET_SIZE(record)
         if length < 24:
-            raise plain._short(length)
+            raise packets.short(length)
         total += length
     joined = PyBytes_FromStringAndSize(NULL, total)
     to = fresh(joined)
@@ -385,7 +385,7 @@ def join(list records not None, opaque):
 
 
 def retarget(buffer, Py_ssize_t start, Py_ssize_t end, opaque):
-    cdef uint32_t number = plain._opaque(opaque)
+    cdef uint32_t number = packets.fits_opaque(opaque)
     cdef Py_ssize_t at = start, count = 0, total
     cdef uint8_t *base
     if not isinstance(buffer, bytearray):
@@ -395,7 +395,7 @@ def retarget(buffer, Py_ssize_t start, Py_ssize_t end, opaque):
     while at < end:
         total = get32(base + at + 8) if end - at >= 24 else end
         if total > end - at - 24:
-            raise plain._truncated(at)
+            raise packets.truncated(at)
         put32(base + at + 12, number)
         at += 24 + total
         count += 1
@@ -472,7 +472,7 @@ def after(dict items not None, seqno):
     for entry in reversed(items.values()):
         if PyBytes_Check(entry):
             if PyBytes_GET_SIZE(entry) < 32:
-                raise plain._short(PyBytes_GET_SIZE(entry))
+                raise packets.short(PyBytes_GET_SIZE(entry))
             if get64(chars(entry) + 24) <= mark:
                 break
         elif entry >> 80 <= seqno:
@@ -490,7 +490,7 @@ def group(list records not None):
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
         if PyBytes_GET_SIZE(record) < 24:
-            raise plain._short(PyBytes_GET_SIZE(record))
+            raise packets.short(PyBytes_GET_SIZE(record))
         partition = get16(chars(record) + 6)
         if partition != last:
             members = groups.get(partition)
@@ -511,12 +511,12 @@ def latest(list records not None):
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
         if PyBytes_GET_SIZE(record) < 24:
-            raise plain._short(PyBytes_GET_SIZE(record))
+            raise packets.short(PyBytes_GET_SIZE(record))
         p = chars(record)
         if MUTATION <= p[1] <= EXPIRATION:
             begin, length = 24 + p[4], get16(p + 2)
             if begin + length > PyBytes_GET_SIZE(record):
-                raise plain._short(PyBytes_GET_SIZE(record))
+                raise packets.short(PyBytes_GET_SIZE(record))
             key = PyBytes_FromStringAndSize(<const char *> p + begin, length)
             if PyDict_GetItemWithError(newest, key) != NULL:
                 PyDict_DelItem(newest, key)
@@ -606,7 +606,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
     cdef dict made
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
-        plain._check_range(start, end, view.len)
+        packets.check_range(start, end, view.len)
         numbers(branches, &known, PyBUF_SIMPLE)
         try:
             base, count = <const uint8_t *> view.buf, known.len // 8
@@ -618,7 +618,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                     break
                 if opcode >= 0:
                     if get16(base + at + 6) >= count:
-                        raise plain._no_branch(get16(base + at + 6), count, at)
+                        raise packets.no_branch(get16(base + at + 6), count, at)
                     klen = get16(base + at + 2)
                     rows += 1
                     keys += klen
@@ -629,7 +629,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                         nulls = True
                 at = past
             if at != end:
-                raise plain._truncated(at)
+                raise packets.truncated(at)
             made = {
                 "partition": (None, space(4 * rows, <void **> &to.partition)),
                 "seqno": (None, space(8 * rows, <void **> &to.seqno)),

@@ -10,14 +10,12 @@ from array import array
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from upper.kernel import plain
+from upper.kernel import packets
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from upper.kernel.plain import Buffer, Columns
-
-OPERATIONS = ("mutation", "deletion", "expiration")
+    from upper.kernel.packets import Buffer, Columns
 
 
 @cache
@@ -58,8 +56,8 @@ def batch(rows: int, columns: Columns) -> pyarrow.RecordBatch:
 
 def gather(
     data: Buffer, start: int, end: int, offsets: list[int], branches: array[int]
-) -> pyarrow.RecordBatch:
-    """The changes at these offsets, without a Python loop over their fields.
+) -> pyarrow.RecordBatch | None:
+    """The changes among the packets at these offsets, without a Python loop over fields; None if one is bad.
 
     numpy picks the fixed part of all packets at once. Keys and values become Arrow *views* into the bytes
     as they came, and pyarrow's cast to binary, which is compiled, does the copying.
@@ -69,19 +67,29 @@ def gather(
 
     # The padding lets fields be picked past the end of the last packet, where a deletion is shorter.
     raw = b"".join((memoryview(data)[start:end], bytes(64)))
+
+    def pick(size: int, where: Any) -> Any:
+        """So many bytes at each of the offsets."""
+        kind = np.dtype(f"V{size}")
+        return np.ndarray((len(raw) - size + 1,), kind, raw, strides=(1,))[where]
+
     at = np.array(offsets, dtype=np.int64) - start
-
-    def pick(dtype: Any, where: Any) -> Any:
-        """One item of this type at each of the byte offsets."""
-        kind = np.dtype(dtype)
-        return np.ndarray((len(raw) - kind.itemsize + 1,), kind, raw, strides=(1,))[where]
-
-    head = pick(_HEAD, at)
-    live = head["opcode"] == 0x56
+    head = pick(52, at).view(_HEAD)
+    magic, opcode, extras = head["magic"], head["opcode"], head["extras"].astype(np.int64)
+    key_length, total = head["key"].astype(np.int64), head["total"].astype(np.int64)
+    live = opcode == packets.MUTATION
+    change = (magic == packets.REQUEST) & (
+        live | (opcode == packets.DELETION) | (opcode == packets.EXPIRATION)
+    )
+    good = ((magic == packets.REQUEST) | (magic == packets.RESPONSE)) & (extras + key_length <= total)
+    shaped = np.where(live, extras == 28, (extras == 16) & (total == 16 + key_length))
+    known = head["partition"] < len(branches)
+    if not (good & (~change | (shaped & known))).all():
+        return None
+    if not change.all():
+        at, head, live, opcode = at[change], head[change], live[change], opcode[change]
+        extras, key_length, total = extras[change], key_length[change], total[change]
     partition = head["partition"].astype(np.int32)
-    if len(partition) and int(partition.max()) >= len(branches):
-        row = int((partition >= len(branches)).argmax())
-        raise plain._no_branch(int(partition[row]), len(branches), offsets[row])
 
     def native(name: str, kind: str) -> Any:
         return head[name].astype(kind)
@@ -92,27 +100,26 @@ def gather(
     def binary(where: Any, length: Any, valid: Any) -> Any:
         view = np.zeros(len(at), _VIEW)
         view["length"] = length
-        short = length <= 12
-        view["rest"] = pick("V12", where)
-        long = ~short
-        view["rest"][long] = np.rec.fromarrays(
-            [pick("V4", where[long]), np.zeros(long.sum(), "<i4"), where[long].astype("<i4")]
-        ).view("V12")
+        # Up to 12 bytes stand in the view itself; of longer ones the first four, a buffer and an offset.
+        view["inline"] = pick(12, where)
+        long = length > 12
+        spot = view.view(_SPOT)
+        spot["buffer"][long] = 0
+        spot["offset"][long] = where[long]
         bits = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
         buffers = [bits, pa.py_buffer(view), pa.py_buffer(raw)]
         return pa.Array.from_buffers(pa.binary_view(), len(at), buffers).cast(pa.binary())
 
-    key_length = head["key"].astype(np.int64)
-    key_at = at + 24 + head["extras"]
+    key_at = at + 24 + extras
     value_at = key_at + key_length
-    value_length = np.where(live, at + 24 + head["total"].astype(np.int64) - value_at, 0)
+    value_length = np.where(live, at + 24 + total - value_at, 0)
     cas = native("cas", "<u8")
     columns = {
         "partition": partition,
         "seqno": native("seqno", "<u8").view("<i8"),
         "branch": np.frombuffer(branches, np.int64)[partition] if len(branches) else partition.astype("<i8"),
         "operation": pa.DictionaryArray.from_arrays(
-            (head["opcode"] - 0x56).astype(np.int8), list(OPERATIONS)
+            (opcode - packets.MUTATION).astype(np.int8), list(packets.OPERATIONS)
         ).cast(pa.string()),
         "key": binary(key_at, key_length, None),
         "value": binary(value_at, value_length, None if live.all() else live),
@@ -137,4 +144,5 @@ _HEAD = [
     ("partition", ">u2"), ("total", ">u4"), ("opaque", ">u4"), ("cas", ">u8"), ("seqno", ">u8"),
     ("revision", ">u8"), ("flags", ">u4"), ("expiration", ">u4"), ("lock_time", ">u4"),
 ]  # fmt: skip
-_VIEW = [("length", "<i4"), ("rest", "V12")]
+_VIEW = [("length", "<i4"), ("inline", "V12")]
+_SPOT = [("length", "<i4"), ("prefix", "V4"), ("buffer", "<i4"), ("offset", "<i4")]

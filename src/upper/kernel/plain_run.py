@@ -1,0 +1,188 @@
+"""The pipelined key-value run, in plain Python.
+
+Most traffic of a node is short requests, many in one read. This loop answers the ordinary ones where they
+lie, and stops at the first that needs thought; handlers found by table deal with that one. It is a ladder of
+opcodes on purpose: the compiled twin is the same ladder, and a table lookup a request is what both avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from upper.kernel.packets import (
+    DELETE,
+    DELETEQ,
+    DELETION,
+    GET,
+    GETK,
+    GETKQ,
+    GETQ,
+    HEAD,
+    MAX_CAS,
+    MAX_KEY,
+    MAX_SEQNO,
+    MAX_VALUE,
+    MIB,
+    MUTATION,
+    NEITHER,
+    NOOP,
+    NOT_FOUND,
+    RECORD,
+    REQUEST,
+    RESPONSE,
+    SET,
+    SET_EXTRAS,
+    SETQ,
+    U64,
+    Buffer,
+    Items,
+    solid,
+    within,
+)
+
+
+class Clock(Protocol):
+    """The last CAS given out. The caller has moved it to now; `run` counts on from it."""
+
+    last: int
+
+
+class Table(Protocol):
+    """What `run` needs of a partition."""
+
+    items: Items
+    high: int  # last seqno given out
+    durable: int  # last seqno that may be told to others
+    tombstones: int  # how many of the items are deletions
+    size: int  # bytes of all records
+
+
+def run(
+    data: Buffer,
+    start: int,
+    table: Sequence[Table | None],
+    clock: Clock,
+    pending: list[bytes],
+    out: bytearray,
+    *,
+    limit: int = MAX_VALUE,
+    room: int = 4 * MIB,
+    delete_cas: bool = False,
+) -> tuple[int, bool]:
+    """Apply plain key-value requests as they lie in `data`; answer where it stopped, and whether to wait.
+
+    Handled: GET, GETQ, GETK, GETKQ, SET, SETQ, DELETE, DELETEQ and NOOP of data type 0 and CAS 0, for a
+    partition that `table` has, where neither the request nor the item has an expiration, a lock, a data
+    type or a value that left memory. Responses go to `out`, new records to `pending`, in order. Anything
+    else, a packet that is not whole or not well formed included, stops the run and nothing of it
+    has happened: the caller deals with that one and comes back. A run also stops once `out` holds `room`
+    bytes, so that small requests for large values cannot fill the memory.
+
+    The second answer is true when something said in `out` rests on a change that is not durable yet: a
+    write of this run, or a read of a record past the partition's durable seqno.
+
+    `delete_cas`: whether a DELETE is answered with its CAS, which plain memcached clients do not expect.
+    """
+    data = solid(data)
+    size = len(data)
+    within(start, size, size)
+    at, waits = start, False
+    head = HEAD.unpack_from
+    while at + 24 <= size and len(out) < room:
+        magic, opcode, klen, extras, kind, partition, total, opaque, cas = head(data, at)
+        body = at + 24
+        past = body + total
+        if magic != REQUEST or kind or cas or past > size or klen + extras > total:
+            break
+        if opcode == NOOP:
+            if total:
+                break
+            out += HEAD.pack(RESPONSE, NOOP, 0, 0, 0, 0, 0, opaque, 0)
+            at = past
+            continue
+        if not 0 < klen <= MAX_KEY or partition >= len(table) or (store := table[partition]) is None:
+            break
+        key = data[body + extras : body + extras + klen]
+        items = store.items
+        old = items.get(key)
+        # A tombstone answers like an absent key, but its revision counts on.
+        live = False
+        if old is not None:
+            if not isinstance(old, bytes) or len(old) < 40 + klen:
+                break
+            live = old[1] == MUTATION
+            # Expiration and lock time: whoever reads the clock looks at those.
+            if live and (len(old) < 52 + klen or old[44:52] != NEITHER):
+                break
+        if opcode in (SET, SETQ):
+            value = total - klen - 8
+            if extras != 8 or not 0 <= value <= limit:
+                break
+            flags, expiration = SET_EXTRAS.unpack_from(data, body)
+            if expiration or store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
+                break
+            rest = b"".join((flags, NEITHER, data[body + 8 : past]))
+            cas = _write(store, clock, pending, opcode=MUTATION, partition=partition, key=key, rest=rest)
+            waits = True
+            if opcode == SET:
+                out += HEAD.pack(RESPONSE, SET, 0, 0, 0, 0, 0, opaque, cas)
+        elif opcode in (DELETE, DELETEQ):
+            if extras or total != klen:
+                break
+            if live:
+                if store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
+                    break
+                cas = _write(store, clock, pending, opcode=DELETION, partition=partition, key=key, rest=key)
+                waits = True
+                if opcode == DELETE:
+                    out += HEAD.pack(RESPONSE, DELETE, 0, 0, 0, 0, 0, opaque, cas if delete_cas else 0)
+            else:
+                out += HEAD.pack(RESPONSE, opcode, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
+        elif opcode in (GET, GETQ, GETK, GETKQ):
+            if extras or total != klen:
+                break
+            shown = key if opcode in (GETK, GETKQ) else b""
+            if live:
+                assert isinstance(old, bytes)
+                if old[5]:
+                    break  # what a client sees of a data type depends on what it said it knows
+                whole = len(shown) + len(old) - 48 - klen
+                (cas,) = U64.unpack_from(old, 16)
+                out += HEAD.pack(RESPONSE, opcode, len(shown), 4, 0, 0, whole, opaque, cas)
+                out += b"".join((old[40:44], shown, old[52 + klen :]))
+            elif opcode == GET:
+                out += HEAD.pack(RESPONSE, GET, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
+            elif opcode == GETK:  # a miss by this one is answered with the key, and without words
+                out += HEAD.pack(RESPONSE, GETK, klen, 0, 0, 1, klen, opaque, 0) + key
+        else:
+            break
+        if isinstance(old, bytes) and U64.unpack_from(old, 24)[0] > store.durable:
+            waits = True
+        at = past
+    return at, waits
+
+
+def _write(
+    store: Table, clock: Clock, pending: list[bytes], *, opcode: int, partition: int, key: bytes, rest: bytes
+) -> int:
+    """Put a new record at the end of its partition; the CAS it got. `rest` is what follows the revision."""
+    old = store.items.pop(key, None)
+    revision = 1
+    if isinstance(old, bytes):
+        revision = (U64.unpack_from(old, 32)[0] + 1) & MAX_CAS
+        store.size -= len(old)
+        if old[1] != MUTATION:
+            store.tombstones -= 1
+    clock.last = cas = clock.last + 1
+    store.high = seqno = store.high + 1
+    extras = 28 if opcode == MUTATION else 16
+    body = 16 + len(rest)
+    head = RECORD.pack(REQUEST, opcode, len(key), extras, 0, partition, body, 0, cas, seqno, revision)
+    record = head + rest
+    store.items[key] = record
+    store.size += len(record)
+    if opcode != MUTATION:
+        store.tombstones += 1
+    pending.append(record)
+    return cas
