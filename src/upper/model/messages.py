@@ -14,9 +14,18 @@ from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from typing import Self, TypeAlias
 
-from upper.model.values import NO_END, BranchId, Cas, Partition, Seqno, State, Version
+from upper.errors import ProtocolError
+from upper.model.values import NO_BRANCH, NO_END, ZERO, BranchId, Cas, Partition, Seqno, State, Version
+
+NO_PARTITION = Partition(0)  # what the header says where a request is about none
+NO_CAS = Cas(0)
 
 # ── Codes that messages carry ─────────────────────────────────────────────────────────────────────
+
+
+# A number that a dialect does not know travels on above the 32 bits that any field has, so that it
+# can never be taken for one of ours: EndReason.unknown(9) is not EndReason(9).
+UNKNOWN = 1 << 32
 
 
 class _Open(IntEnum):
@@ -27,8 +36,13 @@ class _Open(IntEnum):
         if not isinstance(value, int):
             return None
         member = int.__new__(cls, value)
-        member._name_, member._value_ = f"UNKNOWN_{value}", value
+        member._name_, member._value_ = f"UNKNOWN_{value % UNKNOWN}", value
         return member
+
+    @classmethod
+    def unknown(cls, number: int) -> Self:
+        """What a peer said with a number that its dialect does not define."""
+        return cls(UNKNOWN | number)
 
 
 class EndReason(_Open):
@@ -56,6 +70,17 @@ class StreamFlag(IntFlag):
     UNTIL_NOW = 0x08  # only up to the high seqno at the time of the request
     REPLICA = 0x10  # implies SEND_LOG
     WHOLE_SNAPSHOTS = 0x20
+    # What only DCP can ask for.
+    DISK_ONLY = 0x100
+    ACTIVE_ONLY = 0x200
+    STRICT_BRANCH = 0x400  # the branch must match, even at seqno 0
+    FROM_LATEST = 0x800
+    IGNORE_PURGED = 0x1000  # do not roll back for deletions that are purged
+
+    @property
+    def strangers(self) -> int:
+        """Bits that the peer set and its dialect does not define, as they were on the wire."""
+        return int(self) >> 32
 
 
 # ── Key-value ─────────────────────────────────────────────────────────────────────────────────────
@@ -66,9 +91,9 @@ class Request:
     """One key-value command."""
 
     opcode: int
-    partition: Partition = Partition(0)
+    partition: Partition = NO_PARTITION
     opaque: int = 0
-    cas: Cas = Cas(0)
+    cas: Cas = NO_CAS
     data_type: int = 0
     extras: bytes = b""
     key: bytes = b""
@@ -82,7 +107,7 @@ class Response:
     opcode: int
     status: int = 0
     opaque: int = 0
-    cas: Cas = Cas(0)
+    cas: Cas = NO_CAS
     data_type: int = 0
     extras: bytes = b""
     key: bytes = b""
@@ -99,13 +124,14 @@ class StreamRequest:
     partition: Partition
     opaque: int = 0
     flags: StreamFlag = StreamFlag.NONE
-    start: Seqno = Seqno(0)
+    start: Seqno = ZERO
     end: Seqno = NO_END
-    branch: BranchId = BranchId(0)
-    high_seqno: Seqno | None = Seqno(0)  # where that branch began; DCP has no room for it
+    branch: BranchId = NO_BRANCH
+    high_seqno: Seqno | None = ZERO  # where that branch began; DCP has no room for it
     snapshot_start: Seqno | None = None
     snapshot_end: Seqno | None = None
     name: bytes = b""
+    filter: bytes = b""  # DCP: what to stream, as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +170,7 @@ class BufferAck:
 
     size: int
     opaque: int = 0
-    partition: Partition = Partition(0)
+    partition: Partition = NO_PARTITION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +267,30 @@ class Acknowledged:
     opaque: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A whole packet from a client that makes no sense: `refusal` is what to answer to it.
+
+    The connection can go on, since the packet's length was sound.
+    """
+
+    opcode: int
+    opaque: int
+    error: ProtocolError
+    refusal: bytes = b""  # a whole packet, ready to send; empty where nothing can be answered
+
+
 # ── What a stream carries ─────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tap:
+    """What TAP puts around each message of a stream."""
+
+    ttl: int = 255  # hops left, against replication loops
+    no_value: bool = False  # the item has a value, and it was not sent
+    engine: bytes = b""  # somebody's private bytes, kept as they came
+    more_flags: int = 0  # flags beyond ACK and NO_VALUE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +319,8 @@ class SnapshotMarker:
     high_completed: Seqno | None = None
     max_visible: Seqno | None = None
     timestamp: int | None = None
+    high_prepared: Seqno | None = None
+    purged: Seqno | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +338,7 @@ class Mutation:
     value: bytes = b""
     seqno: Seqno | None = None
     revision: int = 0
-    cas: Cas = Cas(0)
+    cas: Cas = NO_CAS
     flags: int = 0
     expiration: int = 0
     lock_time: int = 0
@@ -296,6 +347,7 @@ class Mutation:
     extended: bytes = b""  # DCP's extended metadata, kept as it came
     nru: int = 0
     request_ack: bool = False  # TAP: the server wants to hear that this was processed
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +357,7 @@ class Deletion:
     value: bytes = b""  # DCP allows one: the attributes of a deleted document
     seqno: Seqno | None = None
     revision: int = 0
-    cas: Cas = Cas(0)
+    cas: Cas = NO_CAS
     flags: int = 0
     expiration: int = 0
     lock_time: int = 0
@@ -314,6 +366,7 @@ class Deletion:
     extended: bytes = b""
     deleted_at: int | None = None
     request_ack: bool = False
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,7 +380,9 @@ class Flush:
 
     partition: Partition
     opaque: int = 0
+    cas: Cas = NO_CAS
     request_ack: bool = False
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,6 +393,7 @@ class SetState:
     state: State
     opaque: int = 0
     request_ack: bool = False
+    tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +415,7 @@ class SystemEvent:
     version: int = 0
     key: bytes = b""
     value: bytes = b""
-    cas: Cas = Cas(0)
+    cas: Cas = NO_CAS
     opaque: int = 0
     data_type: int = 0
 
@@ -373,11 +429,34 @@ class TapOpaque:
     value: bytes = b""
     opaque: int = 0
     request_ack: bool = False
+    tap: Tap | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """DCP: a message that we do not interpret (out-of-order snapshots, prepares, ...), kept as it came."""
+
+    opcode: int
+    partition: Partition
+    opaque: int = 0
+    cas: Cas = NO_CAS
+    data_type: int = 0
+    extras: bytes = b""
+    key: bytes = b""
+    value: bytes = b""
 
 
 Change: TypeAlias = Mutation | Deletion | Expiration
 StreamMessage: TypeAlias = (
-    StreamStart | StreamEnd | SnapshotMarker | SnapshotEnd | Change | Flush | SetState | SeqnoAdvanced | SystemEvent
+    StreamStart
+    | StreamEnd
+    | SnapshotMarker
+    | SnapshotEnd
+    | Change
+    | Flush
+    | SetState
+    | SeqnoAdvanced
+    | SystemEvent
 )
 Message: TypeAlias = (
     Request
@@ -400,4 +479,6 @@ Message: TypeAlias = (
     | Acknowledged
     | StreamMessage
     | TapOpaque
+    | Extension
+    | Unreadable
 )
