@@ -24,13 +24,10 @@ def extensions() -> list[Extension]:
         if REQUIRED:
             raise
         return []
-    kernel = Extension(
-        "upper.kernel._compiled",
-        [str(KERNEL)],
-        extra_compile_args=["-O3"],
-        optional=not REQUIRED,
-    )
-    made: list[Extension] = cythonize([kernel], language_level=3)
+    kernel = Extension("upper.kernel._compiled", [str(KERNEL)], extra_compile_args=["-O3"])
+    made: list[Extension] = cythonize([kernel], language_level=3, build_dir="build/cython")
+    for extension in made:
+        extension.optional = not REQUIRED  # cythonize makes extensions of its own, and forgets this
     return made
 
 
