@@ -1,0 +1,82 @@
+"""Pages lead somewhere, are listed, and agree with the code where they repeat it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from upper.cli.output import ExitCode
+
+TOP = Path(__file__).parent.parent
+DOCS = TOP / "docs"
+DECISIONS = sorted(DOCS.glob("decisions/[0-9]*.md"))
+PAGES = sorted([*TOP.glob("*.md"), *DOCS.rglob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(TOP))
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its code, where brackets mean something else."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", lambda code: code[0].replace("](", "] ("), text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that a page offers, made from its headings as GitHub makes them."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        for heading in HEADING.findall(page.read_text())
+    }
+
+
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The links of a page that stay in the project: file and fragment."""
+    found = []
+    for target in LINK.findall(prose(page)):
+        if not re.match(r"[a-z]+:", target):
+            path, _, fragment = target.partition("#")
+            found.append(((page.parent / path).resolve() if path else page, fragment))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target, fragment in links(page):
+        assert target.exists(), f"{name(page)} links to {target}, which does not exist"
+        if fragment and target.suffix == ".md":
+            assert fragment in anchors(target), (
+                f"{name(page)} links to #{fragment}, which {name(target)} lacks"
+            )
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = {target for target, _ in links(DOCS / "index.md")}
+    missing = [
+        name(page) for page in DOCS.rglob("*.md") if page not in {*listed, *DECISIONS, DOCS / "index.md"}
+    ]
+    assert missing == [], "add these to docs/index.md"
+
+
+def test_the_list_of_decisions_has_every_decision_in_order() -> None:
+    assert [target for target, _ in links(DOCS / "decisions" / "README.md")] == DECISIONS
+
+
+def test_decisions_are_numbered_without_gaps_and_say_question_answer_and_cost() -> None:
+    assert [int(page.name[:4]) for page in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+    for page in DECISIONS:
+        assert re.match(rf"# {page.name[:4]}: \S", page.read_text()), f"the title of {name(page)}"
+        for part in ("Question", "Answer", "Cost"):
+            assert part in page.read_text(), f"{name(page)} has no {part}"
+
+
+def test_the_page_of_exit_codes_is_the_enum() -> None:
+    rows = re.findall(
+        r"^\| (\d+) \| (\w+) \|", (DOCS / "reference" / "exit-codes.md").read_text(), re.MULTILINE
+    )
+    assert {label: int(code) for code, label in rows} == {code.name: code.value for code in ExitCode}
