@@ -1,0 +1,133 @@
+"""Frames: how records lie in files. The journal's segments and the partitions' files share this.
+
+A file begins with 48 bytes: magic (8), format version u32, partition u32 (journal: 2^32 - 1), bucket
+uuid u64, file number u64, batch u64 (a segment: the number of its first batch; a partition's file: the
+last batch whose changes it holds), CRC u32 of the 40 bytes before, and four bytes of zero.
+
+Frames follow. A frame is 32 bytes, magic u32, CRC u32 of everything after the CRC, number u64, payload
+length u64, clock u64 (the last CAS given out), and then the payload: whole packets. In the journal a
+frame is a batch: written by one call, numbered without gaps across segments, there as a whole or not at all.
+
+What a crash may leave behind: at the end of the last segment, bytes that are not a whole frame. Nobody
+was told about them, and opening cuts them off. Anywhere else, bytes that are not a frame are damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from struct import Struct
+from typing import Final, NamedTuple
+from zlib import crc32
+
+from upper.errors import Corrupt, WrongVersion
+
+FORMAT: Final = 1
+JOURNAL_MAGIC: Final = b"upperJNL"
+PARTITION_MAGIC: Final = b"upperPRT"
+NO_PARTITION: Final = 0xFFFFFFFF
+_FILE = Struct(">8sIIQQQ")  # then the CRC
+FILE_HEADER: Final = _FILE.size + 8  # CRC u32, and four bytes of zero
+_FRAME = Struct(">4sIQQQ")
+_FRAME_TAIL = Struct(">QQQ")
+FRAME_HEADER: Final = _FRAME.size
+FRAME_MAGIC: Final = b"uFRM"
+
+
+class FileHeader(NamedTuple):
+    partition: int
+    uuid: int
+    number: int
+    batch: int
+
+
+class Frame(NamedTuple):
+    """One whole frame: where its payload lies in the file's bytes."""
+
+    at: int
+    number: int
+    clock: int
+    start: int
+    end: int
+
+
+class Ending(Enum):
+    """How the frames of a file end."""
+
+    WHOLE = "whole"  # the last frame ends where the file does
+    SHORT = "short"  # the file ends inside a frame: a write that was never finished
+    BROKEN = "broken"  # a frame is all there and its checksum is wrong, or no frame begins there
+
+
+def file_header(magic: bytes, header: FileHeader) -> bytes:
+    head = _FILE.pack(magic, FORMAT, header.partition, header.uuid, header.number, header.batch)
+    return head + crc32(head).to_bytes(4, "big") + bytes(4)
+
+
+def read_file_header(data: bytes, magic: bytes, path: Path) -> FileHeader:
+    """The header, or Corrupt / WrongVersion naming the file."""
+    if len(data) < FILE_HEADER:
+        raise Corrupt(f"{path} ends within its header; run `upper check` on the directory")
+    found, version, partition, uuid, number, batch = _FILE.unpack_from(data)
+    if found != magic:
+        raise Corrupt(f"{path} does not begin as such a file should; run `upper check` on the directory")
+    if int.from_bytes(data[_FILE.size : _FILE.size + 4], "big") != crc32(data[: _FILE.size]):
+        raise Corrupt(f"the header of {path} contradicts its checksum; run `upper check` on the directory")
+    if version != FORMAT:
+        raise WrongVersion(
+            f"{path} has format {version} and this version knows {FORMAT}; use the version that wrote it"
+        )
+    return FileHeader(partition, uuid, number, batch)
+
+
+def frame(number: int, clock: int, payload: bytes) -> bytes:
+    tail = _FRAME_TAIL.pack(number, len(payload), clock)
+    crc = crc32(payload, crc32(tail))
+    return b"".join((FRAME_MAGIC, crc.to_bytes(4, "big"), tail, payload))
+
+
+class Frames:
+    """The whole frames of a file's bytes, in order; afterwards `ending` and `at` say how and where they end."""
+
+    def __init__(self, data: bytes, start: int = FILE_HEADER) -> None:
+        self._data = data
+        self._view = memoryview(data)
+        self.at = start
+        self.ending = Ending.WHOLE
+
+    def __iter__(self) -> Iterator[Frame]:
+        size = len(self._data)
+        while self.at < size:
+            found = self._next(size)
+            if isinstance(found, Ending):
+                self.ending = found
+                return
+            yield found
+            self.at = found.end
+
+    def _next(self, size: int) -> Frame | Ending:
+        at = self.at
+        if at + FRAME_HEADER > size:
+            whole = self._data[at : at + 4] == FRAME_MAGIC[: size - at] or not any(self._data[at:])
+            return Ending.SHORT if whole else Ending.BROKEN
+        magic, crc, number, length, clock = _FRAME.unpack_from(self._data, at)
+        if magic != FRAME_MAGIC:
+            # A file may have been made longer before its bytes arrived: zeros to its end are a torn write.
+            return Ending.BROKEN if any(self._view[at : at + 4096]) or any(self._view[at:]) else Ending.SHORT
+        start = at + FRAME_HEADER
+        if length > size - start:
+            return Ending.SHORT
+        if crc32(self._view[at + 8 : start + length]) != crc:
+            return Ending.BROKEN
+        return Frame(at, number, clock, start, start + length)
+
+    def resumes_after(self) -> int | None:
+        """Where a whole frame begins again behind the place where reading stopped, if anywhere."""
+        at = self._data.find(FRAME_MAGIC, self.at + 1)
+        while at >= 0:
+            rest = Frames(self._data, at)
+            if isinstance(rest._next(len(self._data)), Frame):
+                return at
+            at = self._data.find(FRAME_MAGIC, at + 1)
+        return None

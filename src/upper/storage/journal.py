@@ -1,0 +1,126 @@
+"""The journal: segments of frames, written by one call and one fdatasync a batch.
+
+Each segment, `journal/NNNNNNNN.log`, opens with a header that says which batch is its first; batches are
+numbered without gaps across segments, so a segment or a batch that is missing is noticed. Once a segment
+has grown to `segment_size` the next batch opens a new one, and a frame without a payload closes the old
+one: a journal that ends with such a frame has lost its last segment. Segments are deleted, oldest
+first, when no partition needs anything in them any more.
+
+A batch is on disk when `append` returns. When it raises, nobody may take the batch for written: not even
+after a later fdatasync that works, since the system may have dropped the pages. The journal then takes
+nothing more. Whoever calls `append` is the only one who does: no lock is needed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upper.storage.disk import write_all
+from upper.storage.files import File, Files
+from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, NO_PARTITION, FileHeader, file_header, frame
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file of the journal."""
+
+    file: File
+    first: int  # number of its first batch
+    last: int  # number of its last batch; first - 1 while it is empty
+
+    @property
+    def size(self) -> int:
+        return self.file.size
+
+
+def segment_path(directory: Path, number: int) -> Path:
+    return directory / "journal" / f"{number:08d}.log"
+
+
+@dataclass(slots=True)
+class Journal:
+    """Where batches go. `segments` are in order, and the last one is being written."""
+
+    directory: Path
+    files: Files
+    uuid: int
+    segments: list[Segment] = field(default_factory=list)
+    _fd: int = -1
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.file.size for segment in self.segments)
+
+    def append(self, number: int, clock: int, payload: bytes, *, segment_size: int, sync: bool = True) -> int:
+        """Write one batch and wait for the disk. Returns the offset of the payload in the last segment."""
+        disk = self.files.disk
+        if not self.segments or self.segments[-1].file.size >= segment_size:
+            self._open_next(number)
+        segment = self.segments[-1]
+        if self._fd < 0:
+            self._fd = disk.open(segment.file.path, os.O_WRONLY | os.O_APPEND)
+        at = segment.file.size
+        data = frame(number, clock, payload)
+        write_all(disk, self._fd, data)
+        if sync:
+            disk.fdatasync(self._fd)
+        segment.file.size = at + len(data)
+        segment.last = number
+        return at + FRAME_HEADER
+
+    def give_up(self) -> None:
+        """After an append that failed: take off what it may have left, as far as the disk lets us."""
+        if self._fd < 0 or not self.segments:
+            return
+        try:
+            self.files.disk.truncate(self._fd, self.segments[-1].file.size)
+        except OSError:
+            pass  # what is left is a torn tail; opening cuts it off
+
+    def forget(self, before: int) -> int:
+        """Delete the segments whose batches are all older than this one; never the one being written."""
+        gone = 0
+        while len(self.segments) > 1 and self.segments[0].last < before:
+            self.files.remove(self.segments.pop(0).file)
+            gone += 1
+        return gone
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            self.files.disk.close(fd)
+
+    def _open_next(self, first: int) -> None:
+        disk = self.files.disk
+        number = self.segments[-1].file.number + 1 if self.segments else 1
+        path = segment_path(self.directory, number)
+        fd = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+        header = file_header(JOURNAL_MAGIC, FileHeader(NO_PARTITION, self.uuid, number, first))
+        try:
+            write_all(disk, fd, header)
+            disk.fdatasync(fd)
+            disk.sync_directory(path.parent)
+            self._close_last(first)
+        except OSError:
+            disk.close(fd)
+            raise
+        self.close()
+        self._fd = fd
+        self.segments.append(
+            Segment(self.files.add(path, number=number, size=len(header)), first=first, last=first - 1)
+        )
+
+    def _close_last(self, first: int) -> None:
+        """Say at the end of the present segment that another follows, which exists by now."""
+        if not self.segments:
+            return
+        disk, last = self.files.disk, self.segments[-1].file
+        if self._fd < 0:
+            self._fd = disk.open(last.path, os.O_WRONLY | os.O_APPEND)
+        data = frame(first, 0, b"")
+        write_all(disk, self._fd, data)
+        disk.fdatasync(self._fd)
+        last.size += len(data)

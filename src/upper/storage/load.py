@@ -1,0 +1,483 @@
+"""From disk to memory: partition files first, then the journal's batches that they do not hold yet.
+
+A partition's file says up to which batch it holds everything; batches up to there pass by that
+partition. So a file may be older or newer than any other, and a crash between two of them is no case.
+
+Damage is handed to `problem`, which either raises (opening) or notes it and lets reading go on (checking
+and repairing). What is merely torn, the end of the last segment, is not damage: it is reported in `Tail`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upper import kernel
+from upper.errors import Corrupt, ProtocolError, WrongVersion
+from upper.storage import records
+from upper.storage.disk import Disk, replace_file
+from upper.storage.expiry import Expiry
+from upper.storage.files import MAX_OFFSET, File, Files, length_at, location
+from upper.storage.frames import (
+    FILE_HEADER,
+    FORMAT,
+    FRAME_HEADER,
+    JOURNAL_MAGIC,
+    PARTITION_MAGIC,
+    Ending,
+    FileHeader,
+    Frames,
+    read_file_header,
+)
+from upper.storage.journal import Segment
+from upper.storage.partition import PartitionStore
+
+CHECK = "run `upper check` on the directory"
+_SEGMENT = re.compile(r"(\d{8,})\.log")
+_PARTITION = re.compile(r"(\d{5})\.(\d{8,})\.part")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it should be: where, and what."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+Problem = Callable[[Finding], None]
+
+
+def refuse(finding: Finding) -> None:
+    """What opening does with damage."""
+    raise Corrupt(f"{finding}; {CHECK}")
+
+
+# ── Small files ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Identity(NamedTuple):
+    """What `bucket.json` says."""
+
+    uuid: int
+    name: str
+    partitions: int
+
+
+class Mark(NamedTuple):
+    """What `state.json` says about how the bucket was left. `batch` is None unless it was closed in order."""
+
+    batch: int | None
+    durability: str
+    damaged: bool = False  # a repair took something away that had been acknowledged
+
+
+class Floor(NamedTuple):
+    """What `journal.json` says: batches before `first` may be gone, and which files hold them instead."""
+
+    first: int
+    files: tuple[int, ...]
+
+
+def read_identity(directory: Path) -> Identity | None:
+    content = _read_json(directory / "bucket.json")
+    if content is None:
+        return None
+    version = content.get("format")
+    if version != FORMAT:
+        raise WrongVersion(
+            f"{directory} was written in format {version} and this version knows {FORMAT}; "
+            "use the version that wrote it"
+        )
+    try:
+        return Identity(int(content["uuid"], 16), str(content["name"]), int(content["partitions"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{directory / 'bucket.json'} does not say what bucket this is; restore it") from error
+
+
+def write_identity(disk: Disk, directory: Path, identity: Identity) -> None:
+    content = {
+        "format": FORMAT,
+        "uuid": f"{identity.uuid:016x}",
+        "name": identity.name,
+        "partitions": identity.partitions,
+    }
+    replace_file(disk, directory / "bucket.json", json.dumps(content).encode())
+
+
+def read_mark(directory: Path) -> Mark | None:
+    content = _read_json(directory / "state.json")
+    if content is None:
+        return None
+    batch = content.get("batch")
+    return Mark(
+        None if batch is None else int(batch), str(content.get("durability")), bool(content.get("damaged"))
+    )
+
+
+def write_mark(disk: Disk, directory: Path, mark: Mark) -> None:
+    replace_file(disk, directory / "state.json", json.dumps(mark._asdict()).encode())
+
+
+def read_floor(directory: Path, partitions: int) -> Floor:
+    content = _read_json(directory / "journal.json")
+    if content is None:
+        return Floor(1, (0,) * partitions)
+    return Floor(int(content["first"]), tuple(content["files"]))
+
+
+def write_floor(disk: Disk, directory: Path, floor: Floor) -> None:
+    replace_file(disk, directory / "journal.json", json.dumps(floor._asdict()).encode())
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise Corrupt(f"{path} is damaged; {CHECK}") from error
+    if not isinstance(content, dict):
+        raise Corrupt(f"{path} is damaged; {CHECK}")
+    return content
+
+
+# ── Files of the two kinds ────────────────────────────────────────────────────────────────────────
+
+
+def segment_paths(directory: Path) -> list[tuple[int, Path]]:
+    found = ((_SEGMENT.fullmatch(path.name), path) for path in (directory / "journal").iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def partition_paths(directory: Path) -> dict[int, list[tuple[int, Path]]]:
+    """The files of each partition by number, oldest first: the last one counts."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in sorted((directory / "partitions").iterdir()):
+        if match := _PARTITION.fullmatch(path.name):
+            found.setdefault(int(match[1]), []).append((int(match[2]), path))
+    for paths in found.values():
+        paths.sort()
+    return found
+
+
+def partition_path(directory: Path, partition: int, number: int) -> Path:
+    return directory / "partitions" / f"{partition:05d}.{number:08d}.part"
+
+
+@dataclass(slots=True)
+class Tail:
+    """How the journal ended, and what was cut off its end in memory (`cut`: bytes; not yet on disk)."""
+
+    last: int = 0  # number of the last whole batch
+    cut: int = 0
+    doubtful: bool = False  # what was cut may have been acknowledged
+    torn: list[tuple[File, int]] = field(default_factory=list)  # to be truncated to this size
+    drop: list[Path] = field(default_factory=list)  # segments without so much as a header
+
+
+class Loader:
+    """Reads partitions of a bucket into stores that were made for them."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Files,
+        *,
+        uuid: int,
+        partitions: int,
+        stores: Iterable[PartitionStore],
+        expiry: Expiry | None = None,
+        quota: int | None = None,
+        problem: Problem = refuse,
+    ) -> None:
+        self._directory, self._files, self._uuid = directory, files, uuid
+        self._problem = problem
+        self._quota = quota
+        self._resident = 0  # bytes put into memory so far, at most
+        self.stores = {int(store.id): store for store in stores}
+        self.expiry = expiry
+        self.covered: dict[int, int] = {}  # the batch up to which a file holds a partition
+        self.clock = 0
+        self._unmeasured = 0
+        self._before = array("Q", bytes(8 * partitions))
+        self._segment = 1  # first batch of the segment being read
+        self._scratch: kernel.Items = {}
+        self._tables: list[kernel.Items] = [self._scratch] * partitions
+        self._highs = array("Q", bytes(8 * partitions))
+        self._awake: dict[int, PartitionStore] = {}
+        self._asleep: list[tuple[int, int]] = []
+
+    # ── Partition files ───────────────────────────────────────────────────────────────────────────
+
+    def load_file(self, store: PartitionStore, file: File) -> None:
+        """Everything that one partition's file says."""
+        where = file.path.name
+        try:
+            header = read_file_header(file.read(0, FILE_HEADER), PARTITION_MAGIC, file.path)
+            if header[:3] != (store.id, self._uuid, file.number):
+                raise Corrupt("its header belongs to another file")
+        except Corrupt as error:
+            self._problem(Finding(where, str(error)))
+            return
+        self.covered[store.id] = header.batch
+        self._wake(store)
+        facts: records.Facts | None = None
+        for at, payload in self._file_frames(file, where):
+            if facts is None:
+                facts = self._head(store, payload)
+                continue
+            self._apply(payload, 0, len(payload), file, at)
+        self._check_counts(store, facts, where)
+        store.file = file
+
+    def _file_frames(self, file: File, where: str) -> Iterator[tuple[int, bytes]]:
+        """(offset of the payload, payload), frame by frame, so that a large file needs little memory."""
+        at, number = FILE_HEADER, 0
+        while at < file.size:
+            size = file.read(at, FRAME_HEADER)
+            length = int.from_bytes(size[16:24], "big") if len(size) == FRAME_HEADER else 0
+            data = file.read(at, FRAME_HEADER + min(length, file.size - at))
+            frames = Frames(data, 0)
+            found = next(iter(frames), None)
+            if found is None or found.number != number:
+                self._problem(Finding(where, f"the frame at byte {at} is damaged"))
+                return
+            self.clock = max(self.clock, found.clock)
+            yield at + FRAME_HEADER, data[found.start : found.end]
+            at += found.end
+            number += 1
+
+    def _head(self, store: PartitionStore, payload: bytes) -> records.Facts:
+        facts = records.Facts(0, 0, 0, 0, 0, 0)
+        at = 0
+        while at < len(payload):
+            end = records.packet_end(payload, at)
+            packet = payload[at:end]
+            if packet[1] == records.FACTS:
+                facts = records.facts_in(packet)
+            store.recall(packet)
+            at = end
+        store._complete = facts.complete
+        return facts
+
+    def _check_counts(self, store: PartitionStore, facts: records.Facts | None, where: str) -> None:
+        if facts is None:
+            self._problem(Finding(where, "it holds no facts about its partition"))
+            return
+        if len(store.items) != facts.entries:
+            self._problem(
+                Finding(where, f"it holds {len(store.items)} entries and should hold {facts.entries}")
+            )
+        self._highs[store.id] = facts.high
+
+    # ── The journal ───────────────────────────────────────────────────────────────────────────────
+
+    def load_journal(
+        self, floor: int = 1, *, known: Sequence[Segment] | None = None, until: int | None = None
+    ) -> tuple[list[Segment], Tail]:
+        """Every batch (up to `until`) in order. `floor`: the first batch that may not be missing.
+
+        `known`: the segments of a journal that is open, of which only what is known to be written is read.
+        """
+        self._asleep = sorted(((self.covered.get(number, 0), number) for number in self.stores), reverse=True)
+        self._awake.clear()
+        for number in range(len(self._tables)):
+            self._tables[number] = self._scratch
+        segments: list[Segment] = []
+        tail = Tail()
+        if known is None:
+            paths: list[tuple[int, Path, File | None]] = [
+                (number, path, None) for number, path in segment_paths(self._directory)
+            ]
+        else:
+            paths = [(segment.file.number, segment.file.path, segment.file) for segment in known]
+        expected = None
+        for index, (number, path, file) in enumerate(paths):
+            is_last = index == len(paths) - 1
+            data = path.read_bytes() if file is None else path.read_bytes()[: file.size]
+            if is_last and len(data) < FILE_HEADER:
+                tail.drop.append(path)
+                tail.cut += len(data)
+                break
+            try:
+                header = read_file_header(data, JOURNAL_MAGIC, path)
+            except Corrupt as error:
+                self._problem(Finding(path.name, str(error)))
+                break
+            if not self._belongs(header, number, path, expected, floor):
+                break
+            if file is None:
+                file = self._files.add(path, number=number, size=len(data))
+            segment = Segment(file, first=header.batch, last=header.batch - 1)
+            segments.append(segment)
+            if not self._load_segment(segment, data, tail, is_last=is_last, until=until):
+                break
+            expected = segment.last + 1
+        if segments:
+            tail.last = segments[-1].last
+        return segments, tail
+
+    def _belongs(self, header: FileHeader, number: int, path: Path, expected: int | None, floor: int) -> bool:
+        if header.uuid != self._uuid or header.number != number:
+            self._problem(Finding(path.name, "its header belongs to another bucket or file"))
+            return False
+        if expected is None and header.batch > floor:
+            self._problem(
+                Finding(
+                    path.name, f"it begins with batch {header.batch}; batches from {floor} on are missing"
+                )
+            )
+        if expected is not None and header.batch != expected:
+            self._problem(
+                Finding(path.name, f"it begins with batch {header.batch} where {expected} should follow")
+            )
+            return False
+        return True
+
+    def _load_segment(
+        self, segment: Segment, data: bytes, tail: Tail, *, is_last: bool, until: int | None
+    ) -> bool:
+        """False when nothing after this segment may be read."""
+        where, file = segment.file.path.name, segment.file
+        frames = Frames(data)
+        self._before = array("Q", self._highs)
+        self._segment = segment.first
+        closed = False
+        for found in frames:
+            if found.start == found.end:
+                closed = True
+                continue
+            if found.number != segment.last + 1:
+                self._problem(
+                    Finding(where, f"batch {found.number} stands where {segment.last + 1} should follow")
+                )
+                return False
+            if until is not None and found.number > until:
+                return False
+            self.clock = max(self.clock, found.clock)
+            self._wake_until(found.number)
+            try:
+                self._apply(data, found.start, found.end, file, 0)
+            except (ProtocolError, ValueError, KeyError, IndexError) as error:
+                self._problem(Finding(where, f"batch {found.number} holds what is no packet ({error})"))
+                return False
+            segment.last = found.number
+        self._note_touched(segment)
+        if closed and is_last and frames.ending is Ending.WHOLE:
+            self._problem(Finding(where, "it says that another segment follows, and there is none"))
+        if frames.ending is Ending.WHOLE:
+            return True
+        return self._torn(segment, frames, tail, len(data), is_last=is_last)
+
+    def _torn(self, segment: Segment, frames: Frames, tail: Tail, size: int, *, is_last: bool) -> bool:
+        where, left = segment.file.path.name, size - frames.at
+        # Between two segments only the frame that closes the first can be torn: it carries nothing.
+        harmless = not is_last and frames.ending is Ending.SHORT and left < FRAME_HEADER
+        if not harmless and (not is_last or frames.resumes_after() is not None):
+            self._problem(Finding(where, f"batch {segment.last + 1} at byte {frames.at} is damaged"))
+            return False
+        tail.torn.append((segment.file, frames.at))
+        segment.file.size = frames.at
+        if is_last:
+            tail.cut += left
+            tail.doubtful = frames.ending is Ending.BROKEN
+        return True
+
+    def _wake(self, store: PartitionStore) -> None:
+        self._awake[store.id] = store
+        self._tables[store.id] = store.items
+
+    def _wake_until(self, batch: int) -> None:
+        """From this batch on, the journal says more than these partitions' files."""
+        while self._asleep and self._asleep[-1][0] < batch:
+            _, number = self._asleep.pop()
+            store = self.stores[number]
+            self._wake(store)
+            self._highs[number] = self._before[number] = store.high
+
+    def _apply(self, data: bytes, start: int, end: int, file: File, base: int) -> None:
+        at = start
+        while at < end:
+            at = kernel.replay(data, at, end, self._tables, self._highs)
+            if at >= end:
+                break
+            past = records.packet_end(data, at)
+            number = data[at + 6] << 8 | data[at + 7]
+            if (store := self._awake.get(number)) is not None:
+                store.high = self._highs[number]
+                store.recall(data[at:past])
+                self._highs[number] = store.high
+                self._tables[number] = store.items
+                self._touched(store, self._segment)
+            at = past
+        self._scratch.clear()
+        if self._quota is not None:
+            self._stay_within(self._quota, data, start, end, file, base)
+
+    def _stay_within(self, quota: int, data: bytes, start: int, end: int, file: File, base: int) -> None:
+        self._resident += end - start
+        self._unmeasured += end - start
+        if self._resident > quota and self._unmeasured > quota // 4:
+            # Overwritten records were counted too: count again what is really there, now and then.
+            self._resident = sum(kernel.measure(store.items)[1] for store in self.stores.values())
+            self._unmeasured = 0
+        if self._resident > quota:
+            self._resident -= self._move_out(data, start, end, file, base)
+
+    def _move_out(self, data: bytes, start: int, end: int, file: File, base: int) -> int:
+        """Leave the values of one frame on disk: past the quota they need not come in at all."""
+        moved, at = 0, start
+        while at < end:
+            past = records.packet_end(data, at)
+            if data[at + 1] == records.MUTATION and base + past <= MAX_OFFSET:
+                number = data[at + 6] << 8 | data[at + 7]
+                if (store := self._awake.get(number)) is not None:
+                    record = data[at:past]
+                    key = records.key_of(record)
+                    if store.items.get(key) == record:
+                        store.items[key] = location(records.seqno_of(record), file.slot, base + at, past - at)
+                        moved += past - at
+                        self._expires(store, record)
+            at = past
+        return moved
+
+    def _note_touched(self, segment: Segment) -> None:
+        for number, store in self._awake.items():
+            if self._highs[number] != self._before[number]:
+                self._touched(store, segment.first)
+
+    def _touched(self, store: PartitionStore, first: int) -> None:
+        """The partition needs the journal from about here on; exact to the segment, which is what is deleted."""
+        if store.first_batch is None:
+            store.first_batch = max(first, self.covered.get(store.id, 0) + 1)
+
+    def _expires(self, store: PartitionStore, record: bytes) -> None:
+        if self.expiry is not None and (expiration := records.tail_of(record)[1]):
+            self.expiry.add(expiration, store.id, records.key_of(record))
+
+    # ── Afterwards ────────────────────────────────────────────────────────────────────────────────
+
+    def finish(self, last: int = 0) -> None:
+        """Counts, expirations and seqnos of everything that was read; `last` is the journal's last batch."""
+        self._wake_until(1 << 64)
+        for number, store in self.stores.items():
+            store.high = store.durable = self._highs[number]
+            store.last_batch = 0 if store.first_batch is None else last
+            store.tombstones, store.size, expiring = kernel.measure(store.items)
+            store.evicted = 0
+            if self._quota is not None:
+                store.evicted = sum(
+                    length_at(entry) for entry in store.items.values() if isinstance(entry, int)
+                )
+                store.size += store.evicted
+            for record in expiring:
+                self._expires(store, record)

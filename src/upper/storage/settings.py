@@ -1,0 +1,36 @@
+"""What may be chosen about a bucket at rest. Defaults work; only `cli` reads files or the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+MIB = 1 << 20
+
+
+class Durability(StrEnum):
+    """When a change counts as done: once it is on disk, or as soon as it is in memory."""
+
+    DISK = "disk"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageSettings:
+    durability: Durability = Durability.DISK
+    memory_quota: int | None = None  # bytes of records kept in memory; the index comes on top
+    purge_age: float = 3 * 86400.0  # seconds that a deletion is remembered at least
+    segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
+    compact: bool = True  # rewrite partitions in the background
+    compact_at: float = 1.7  # disk use, in multiples of the live data, at which rewriting begins
+    compact_floor: int = 4 * MIB  # disk use below which nothing is rewritten
+    compact_share: float = 0.3  # share of its time that the rewriter works, unless the disk fills up
+    sweep_every: float = 1.0  # seconds between two looks for expired items and old deletions
+
+    def __post_init__(self) -> None:
+        if self.memory_quota is not None and self.memory_quota < 0:
+            raise ValueError("a memory quota cannot be negative")
+        if self.segment_size < 1024:
+            raise ValueError("a journal segment has at least 1024 bytes")
+        if not 0 < self.compact_share <= 1:
+            raise ValueError("the rewriter's share of time lies between 0 and 1")
