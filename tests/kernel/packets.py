@@ -1,0 +1,188 @@
+"""Packets, partitions and clocks for these tests, by hand and by Hypothesis; no kernel is used."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from struct import pack
+
+from hypothesis import strategies as st
+
+MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
+GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ = bytes.fromhex("000104090a0c0d1114")
+
+
+def packet(
+    opcode: int,
+    *,
+    magic: int = 0x80,
+    extras: bytes = b"",
+    key: bytes = b"",
+    value: bytes = b"",
+    data_type: int = 0,
+    partition: int = 0,
+    opaque: int = 0,
+    cas: int = 0,
+) -> bytes:
+    total = len(extras) + len(key) + len(value)
+    head = pack(">BBHBBHIIQ", magic, opcode, len(key), len(extras), data_type, partition, total, opaque, cas)
+    return head + extras + key + value
+
+
+def change(
+    key: bytes,
+    value: bytes | None = b"",
+    *,
+    seqno: int = 1,
+    revision: int = 1,
+    flags: int = 0,
+    expiration: int = 0,
+    lock_time: int = 0,
+    opcode: int = 0,
+    partition: int = 0,
+    opaque: int = 0,
+    cas: int = 1,
+    data_type: int = 0,
+) -> bytes:
+    """A record; without a value, a deletion."""
+    extras = pack(">QQ", seqno, revision)
+    if value is not None:
+        extras += pack(">III", flags, expiration, lock_time)
+    return packet(
+        opcode or (DELETION if value is None else MUTATION),
+        extras=extras,
+        key=key,
+        value=value or b"",
+        partition=partition,
+        opaque=opaque,
+        cas=cas,
+        data_type=data_type,
+    )
+
+
+def set_(
+    key: bytes, value: bytes, *, flags: int = 0, expiration: int = 0, opcode: int = SET, **head: int
+) -> bytes:
+    return packet(opcode, extras=pack(">II", flags, expiration), key=key, value=value, **head)
+
+
+def response(opcode: int, *, status: int = 0, **rest: int | bytes) -> bytes:
+    return packet(opcode, magic=0x81, partition=status, **rest)  # type: ignore[arg-type]
+
+
+@dataclass
+class Store:
+    """What `run` sees of a partition."""
+
+    items: dict[bytes, bytes | int] = field(default_factory=dict)
+    high: int = 0
+    durable: int = 0
+    tombstones: int = 0
+    size: int = 0
+
+    def holding(self, *records: bytes) -> Store:
+        """Records as if they had been written and synced."""
+        for record in records:
+            start = 24 + record[4]
+            self.items[record[start : start + int.from_bytes(record[2:4], "big")]] = record
+            self.high = self.durable = int.from_bytes(record[24:32], "big")
+            self.size += len(record)
+            self.tombstones += record[1] != MUTATION
+        return self
+
+
+@dataclass
+class Clock:
+    last: int = 1_000
+
+
+def numbers(*values: int) -> array[int]:
+    return array("Q", values)
+
+
+# ── For properties ────────────────────────────────────────────────────────────────────────────────
+
+u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
+small_keys = st.binary(min_size=1, max_size=2)
+keys = small_keys | st.binary(max_size=40)
+values = st.binary(max_size=60)
+
+
+@st.composite
+def changes(draw: st.DrawFn, partitions: int = 4) -> bytes:
+    opcode = draw(st.sampled_from([MUTATION, MUTATION, DELETION, EXPIRATION]))
+    return change(
+        draw(keys),
+        draw(values) if opcode == MUTATION else None,
+        opcode=opcode,
+        seqno=draw(st.integers(0, 50) | u64),
+        revision=draw(u64),
+        flags=draw(u32),
+        expiration=draw(st.just(0) | u32),
+        lock_time=draw(st.just(0) | u32),
+        partition=draw(st.integers(0, partitions - 1)),
+        opaque=draw(st.integers(0, 6) | u32),
+        cas=draw(u64),
+        data_type=draw(st.integers(0, 7)),
+    )
+
+
+@st.composite
+def other_packets(draw: st.DrawFn) -> bytes:
+    magic = draw(st.sampled_from([0x80, 0x81]))
+    opcodes = [0x52, 0x53, 0x54, 0x55, FLUSH, 0x5C, 0x00]
+    if magic == 0x81:
+        opcodes += [MUTATION, DELETION, EXPIRATION]  # no change: the answer to one
+    return packet(
+        draw(st.sampled_from(opcodes)),
+        magic=magic,
+        extras=draw(st.binary(max_size=12)),
+        value=draw(values),
+        opaque=draw(u32),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn, partitions: int = 4) -> bytes:
+    """Mostly what a run handles, with now and then something that it must leave alone."""
+    odd = draw(st.integers(0, 9)) == 0
+    opcode = draw(
+        st.sampled_from([GET, SET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ] + [0x02] * odd)
+    )
+    head = {
+        "partition": draw(st.integers(0, partitions + odd)),
+        "opaque": draw(u32),
+        "cas": draw(st.integers(0, odd)),
+        "data_type": draw(st.integers(0, odd)),
+    }
+    if opcode in (SET, SETQ):
+        return set_(
+            draw(small_keys),
+            draw(values),
+            flags=draw(u32),
+            expiration=draw(st.integers(0, odd)),
+            opcode=opcode,
+            **head,
+        )
+    key = b"" if opcode == NOOP else draw(small_keys)
+    return packet(opcode, key=key, value=draw(values) if odd else b"", **head)  # type: ignore[arg-type]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, whole: st.SearchStrategy[bytes]) -> bytes:
+    """Whole packets with some bytes changed, cut out or put in."""
+    data = bytearray(b"".join(draw(st.lists(whole, max_size=8))))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["change", "cut", "add", "end"])):
+            case "change" if at < len(data):
+                data[at] = draw(
+                    st.sampled_from([0, 1, 0x56, 0x57, 0x7F, 0x80, 0x81, 0xFF]) | st.integers(0, 255)
+                )
+            case "cut":
+                del data[at : at + draw(st.integers(1, 30))]
+            case "add":
+                data[at:at] = draw(st.binary(max_size=30))
+            case _:
+                del data[at:]
+    return bytes(data)

@@ -1,0 +1,184 @@
+"""Lists, maps and files of records: joined, grouped, reduced, replayed."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernel.packets import EXPIRATION, FLUSH, MUTATION, change, changes, numbers, packet
+from upper.errors import Truncated
+
+records_ = st.lists(changes(), max_size=20)
+
+
+def key_of(record: bytes) -> bytes:
+    start = 24 + record[4]
+    return record[start : start + int.from_bytes(record[2:4], "big")]
+
+
+def with_opaque(record: bytes, opaque: int) -> bytes:
+    return record[:12] + opaque.to_bytes(4, "big") + record[16:]
+
+
+# ── join and retarget ─────────────────────────────────────────────────────────────────────────────
+
+
+@given(records=records_, opaque=st.integers(0, 0xFFFF_FFFF))
+def test_joined_records_are_the_records_with_another_opaque(
+    kernel: ModuleType, records: list[bytes], opaque: int
+) -> None:
+    expected = b"".join(with_opaque(record, opaque) for record in records)
+    joined = kernel.join(records, opaque)
+    assert type(joined) is bytes
+    assert joined == expected
+    buffer = bytearray(b"##" + b"".join(records) + b"##")
+    assert kernel.retarget(buffer, 2, len(buffer) - 2, opaque) == len(records)
+    assert buffer == b"##" + expected + b"##"
+
+
+@pytest.mark.parametrize("opaque", [-1, 1 << 32, 1 << 70])
+def test_an_opaque_has_32_bits(kernel: ModuleType, opaque: int) -> None:
+    with pytest.raises(ValueError, match="32 bits"):
+        kernel.join([], opaque)
+    with pytest.raises(ValueError, match="32 bits"):
+        kernel.retarget(bytearray(), 0, 0, opaque)
+
+
+@pytest.mark.parametrize("function", ["join", "group", "latest"])
+@pytest.mark.parametrize(
+    ("thing", "error"), [(1 << 80, TypeError), (None, TypeError), (b"short", ValueError)]
+)
+def test_only_records_are_taken_for_records(
+    kernel: ModuleType, function: str, thing: Any, error: type[Exception]
+) -> None:
+    more = [1] if function == "join" else []
+    with pytest.raises(error):
+        getattr(kernel, function)([change(b"a", b"1"), thing], *more)
+
+
+@pytest.mark.parametrize("cut", [1, 20, 30, 55])
+def test_a_range_that_ends_inside_a_packet_is_not_patched_past_it(kernel: ModuleType, cut: int) -> None:
+    record = change(b"a", b"1")
+    buffer = bytearray(record * 2)
+    with pytest.raises(Truncated) as refusal:
+        kernel.retarget(buffer, 0, 2 * len(record) - cut if cut < 54 else 10, 9)
+    assert refusal.value.at == (len(record) if cut < 54 else 0)
+    assert buffer[-len(record) :] == record
+
+
+def test_only_a_bytearray_is_changed_in_place(kernel: ModuleType) -> None:
+    with pytest.raises(TypeError):
+        kernel.retarget(change(b"a", b"1"), 0, 10, 1)
+
+
+# ── replay ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(records=records_)
+def test_a_replay_ends_where_the_writing_ended(kernel: ModuleType, records: list[bytes]) -> None:
+    expected: list[dict[bytes, bytes]] = [{} for _ in range(4)]
+    last = [0] * 4
+    for record in records:
+        expected[record[7]].pop(key_of(record), None)
+        expected[record[7]][key_of(record)] = record
+        last[record[7]] = int.from_bytes(record[24:32], "big")
+    tables: list[dict[bytes, bytes]] = [{} for _ in range(4)]
+    highs = numbers(0, 0, 0, 0)
+    data = b"##" + b"".join(records)
+    assert kernel.replay(data, 2, len(data), tables, highs) == len(data)
+    assert [list(table.items()) for table in tables] == [list(table.items()) for table in expected]
+    assert list(highs) == last
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        packet(FLUSH) + bytes(40),
+        packet(0x81, value=bytes(40)),
+        change(b"b", b"1", partition=2),
+        change(b"b", b"1")[:-1],
+        packet(MUTATION, extras=bytes(27), key=b"b"),
+        packet(EXPIRATION, extras=bytes(16), key=b"b", value=b"1"),
+        packet(MUTATION, magic=0x81, extras=bytes(28), key=b"b"),
+        b"\x80\x56\x00\x01\x1c" + bytes(3) + b"\xff\xff\xff\xff" + bytes(60),
+        b"\x80\x56\xff\xff\x1c" + bytes(3) + b"\x00\x00\x00\x1d" + bytes(60),
+        bytes(100),
+        b"",
+    ],
+)
+def test_a_replay_stops_at_what_is_not_a_change(kernel: ModuleType, stop: bytes) -> None:
+    first = change(b"a", b"1", partition=1)
+    tables: list[dict[bytes, bytes]] = [{}, {}]
+    data = first + stop
+    assert kernel.replay(data, 0, len(data), tables, numbers(0, 0)) == len(first)
+    assert tables == [{}, {b"a": first}]
+
+
+def test_a_replay_goes_no_further_than_its_end(kernel: ModuleType) -> None:
+    first = change(b"a", b"1")
+    data = first * 3
+    assert kernel.replay(data, 0, 2 * len(first) - 1, [{}], numbers(0)) == len(first)
+    with pytest.raises(ValueError, match="do not lie within"):
+        kernel.replay(data, 0, len(data) + 1, [{}], numbers(0))
+
+
+# ── after, measure ────────────────────────────────────────────────────────────────────────────────
+
+
+@given(seqnos=st.lists(st.integers(1, 1 << 48), unique=True, max_size=30), since=st.integers(-1, 1 << 48))
+def test_what_comes_after_a_seqno_comes_in_order(kernel: ModuleType, seqnos: list[int], since: int) -> None:
+    items: dict[bytes, bytes | int] = {}
+    for number, seqno in enumerate(sorted(seqnos)):
+        key = b"%d" % number
+        items[key] = seqno << 80 | number if number % 3 == 0 else change(key, b"1", seqno=seqno)
+    mark = sorted(seqnos)[len(seqnos) // 2] if seqnos and since % 2 else since
+    expected = [entry for entry, seqno in zip(items.values(), sorted(seqnos), strict=True) if seqno > mark]
+    assert kernel.after(items, mark) == expected
+
+
+def test_a_partition_is_measured_by_its_records(kernel: ModuleType) -> None:
+    expiring = change(b"b", b"1", expiration=5)
+    entries = [change(b"a", b"1"), expiring, change(b"c", None), 9 << 80]
+    size = sum(len(entry) for entry in entries if isinstance(entry, bytes))
+    assert kernel.measure({b"%d" % n: entry for n, entry in enumerate(entries)}) == (1, size, [expiring])
+
+
+# ── group, latest ─────────────────────────────────────────────────────────────────────────────────
+
+
+@given(records=records_)
+def test_groups_keep_the_order_of_each_partition(kernel: ModuleType, records: list[bytes]) -> None:
+    groups = kernel.group(records)
+    assert groups == {p: [r for r in records if r[7] == p] for p in {r[7] for r in records}}
+    assert all(groups.values())
+
+
+def test_a_flush_belongs_to_its_partition(kernel: ModuleType) -> None:
+    flush = packet(FLUSH, partition=0x0102)
+    assert kernel.group([flush]) == {0x0102: [flush]}
+
+
+@given(records=records_)
+def test_the_latest_of_each_key_stands_once_at_its_own_place(
+    kernel: ModuleType, records: list[bytes]
+) -> None:
+    last = {key_of(record): number for number, record in enumerate(records)}
+    found = kernel.latest(records)
+    assert found == [records[number] for number in sorted(last.values())]
+    assert (found is records) == (len(last) == len(records))
+
+
+def test_a_flush_is_nobodys_latest_and_keeps_its_place(kernel: ModuleType) -> None:
+    old, flush, new = change(b"a", b"1"), packet(FLUSH), change(b"a", b"2", seqno=3)
+    assert kernel.latest([old, flush, flush, new]) == [flush, flush, new]
+
+
+def test_a_record_that_lies_about_its_key_is_refused(kernel: ModuleType) -> None:
+    record = bytearray(change(b"a", b"1"))
+    record[2] = 0xFF
+    with pytest.raises(ValueError, match="not a record"):
+        kernel.latest([bytes(record)])

@@ -1,0 +1,243 @@
+"""The pipelined run: answers as memcached gives them, records as a partition keeps them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernel.packets import (
+    DELETE,
+    DELETEQ,
+    EXPIRATION,
+    GET,
+    GETK,
+    GETKQ,
+    GETQ,
+    MUTATION,
+    NOOP,
+    SETQ,
+    Clock,
+    Store,
+    change,
+    packet,
+    requests,
+    response,
+    set_,
+)
+
+LAST = (1 << 48) - 1
+
+
+class Ran:
+    """One run over one table, and what it left behind."""
+
+    def __init__(self, kernel: ModuleType, data: bytes, *stores: Store | None, **options: Any) -> None:
+        self.stores = list(stores) or [Store()]
+        self.clock, self.pending, self.out = Clock(), list[bytes](), bytearray()
+        self.at, self.waits = kernel.run(data, 0, self.stores, self.clock, self.pending, self.out, **options)
+        self.whole = self.at == len(data)
+
+
+def test_a_set_becomes_a_record_and_an_answer_with_its_cas(kernel: ModuleType) -> None:
+    ran = Ran(kernel, set_(b"key", b"value", flags=7, opaque=42, partition=1), None, store := Store(high=9))
+    record = change(b"key", b"value", flags=7, seqno=10, cas=1001, partition=1)
+    assert ran.whole
+    assert ran.waits
+    assert store.items == {b"key": record}
+    assert ran.pending == [record]
+    assert ran.out == response(0x01, opaque=42, cas=1001)
+    assert (store.high, store.size, store.tombstones, ran.clock.last) == (10, len(record), 0, 1001)
+
+
+def test_an_overwrite_moves_the_key_to_the_end_and_counts_its_revision_on(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", b"1", seqno=1, revision=4), change(b"b", b"1", seqno=2))
+    ran = Ran(kernel, set_(b"a", b"22"), store)
+    new = change(b"a", b"22", seqno=3, revision=5, cas=1001)
+    assert list(store.items.values()) == [change(b"b", b"1", seqno=2), new]
+    assert store.size == len(new) + len(change(b"b", b"1"))
+    assert ran.pending == [new]
+
+
+def test_a_key_behind_a_tombstone_takes_up_its_revision(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", None, seqno=1, revision=6, opcode=EXPIRATION))
+    Ran(kernel, set_(b"a", b"1"), store)
+    assert store.items == {b"a": change(b"a", b"1", seqno=2, revision=7, cas=1001)}
+    assert store.tombstones == 0
+
+
+def test_a_delete_leaves_a_tombstone(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", b"1", seqno=5, revision=2))
+    ran = Ran(kernel, packet(DELETE, key=b"a", opaque=3), store)
+    tombstone = change(b"a", None, seqno=6, revision=3, cas=1001)
+    assert store.items == {b"a": tombstone}
+    assert (store.tombstones, store.size, store.high) == (1, len(tombstone), 6)
+    assert ran.out == response(DELETE, opaque=3)
+    assert ran.waits
+    assert ran.pending == [tombstone]
+
+
+def test_a_delete_tells_its_cas_to_those_who_can_take_it(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", b"1"))
+    assert Ran(kernel, packet(DELETE, key=b"a"), store, delete_cas=True).out == response(DELETE, cas=1001)
+
+
+@pytest.mark.parametrize("opcode", [DELETE, DELETEQ])
+@pytest.mark.parametrize("store", [Store(), Store().holding(change(b"a", None))])
+def test_deleting_what_is_not_there_is_not_found(kernel: ModuleType, opcode: int, store: Store) -> None:
+    ran = Ran(kernel, packet(opcode, key=b"a", opaque=1), store)
+    assert ran.out == response(opcode, status=1, opaque=1, value=b"Not found")
+    assert not ran.pending
+
+
+@pytest.mark.parametrize(("opcode", "key"), [(GET, b""), (GETQ, b""), (GETK, b"a"), (GETKQ, b"a")])
+def test_a_hit_is_flags_and_value_and_the_key_where_asked(
+    kernel: ModuleType, opcode: int, key: bytes
+) -> None:
+    store = Store().holding(change(b"a", b"value", flags=0xDEADBEEF, cas=77))
+    ran = Ran(kernel, packet(opcode, key=b"a", opaque=5), store)
+    expected = response(opcode, opaque=5, cas=77, extras=b"\xde\xad\xbe\xef", key=key, value=b"value")
+    assert ran.out == expected
+    assert not ran.waits
+
+
+@pytest.mark.parametrize("store", [Store(), Store().holding(change(b"a", None))])
+def test_a_miss_is_an_answer_for_those_who_are_not_quiet(kernel: ModuleType, store: Store) -> None:
+    def answer(opcode: int) -> bytes:
+        return bytes(Ran(kernel, packet(opcode, key=b"a", opaque=5), store).out)
+
+    assert answer(GET) == response(GET, status=1, opaque=5, value=b"Not found")
+    assert answer(GETK) == response(GETK, status=1, opaque=5, key=b"a")
+    assert answer(GETQ) == answer(GETKQ) == b""
+
+
+def test_quiet_writes_are_silent_and_noop_tells_that_they_are_done(kernel: ModuleType) -> None:
+    data = set_(b"a", b"1", opcode=SETQ) + packet(DELETEQ, key=b"a") + packet(NOOP, opaque=9)
+    ran = Ran(kernel, data)
+    assert ran.out == response(NOOP, opaque=9)
+    assert len(ran.pending) == 2
+    assert ran.waits
+
+
+def test_a_read_waits_exactly_for_what_is_not_durable(kernel: ModuleType) -> None:
+    store = Store().holding(
+        change(b"a", b"1", seqno=1), change(b"b", b"1", seqno=2), change(b"c", None, seqno=3)
+    )
+    store.durable = 1
+    assert not Ran(kernel, packet(GET, key=b"a"), store).waits
+    assert not Ran(kernel, packet(GET, key=b"x"), store).waits
+    assert Ran(kernel, packet(GET, key=b"b"), store).waits
+    assert Ran(kernel, packet(GET, key=b"c"), store).waits  # that it is gone is news, too
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        packet(0x02, extras=bytes(8), key=b"a", value=b"1"),  # ADD
+        set_(b"a", b"1", expiration=1),
+        set_(b"a", b"1", cas=1),
+        set_(b"a", b"1", data_type=1),
+        set_(b"a", b"1", partition=1),  # not served
+        set_(b"a", b"1", partition=2),  # no such partition
+        set_(b"", b"1"),
+        set_(b"k" * 251, b"1"),
+        set_(b"a", b"123456"),  # over the limit
+        packet(0x01, extras=bytes(7), key=b"a", value=b"1"),
+        packet(0x01, key=b"a"),
+        packet(GET),
+        packet(GET, key=b"a", extras=b"1234"),
+        packet(GET, key=b"a", value=b"1"),
+        packet(GET, key=b"typed"),
+        packet(GET, key=b"locked"),
+        packet(GET, key=b"expires"),
+        packet(GET, key=b"evicted"),
+        set_(b"locked", b"1"),
+        set_(b"expires", b"1"),
+        set_(b"evicted", b"1"),
+        packet(DELETE, key=b"locked"),
+        packet(DELETE, key=b"evicted"),
+        packet(DELETE, key=b"a", extras=b"1234"),
+        packet(NOOP, value=b"1"),
+        packet(GET, key=b"a", magic=0x81),
+        packet(GET, key=b"a", magic=0x00),
+        set_(b"a", b"1")[:-1],
+        packet(NOOP)[:-1],
+        b"\x80\x00\xff\xff\x00" + bytes(3) + b"\x00\x00\x00\x01" + bytes(13),
+        b"\x80\x00\x00\x01\x00" + bytes(3) + b"\xff\xff\xff\xff" + bytes(13),
+    ],
+)
+def test_what_needs_thought_stops_the_run_untouched(kernel: ModuleType, request_: bytes) -> None:
+    store = Store().holding(
+        change(b"typed", b"{}", data_type=1),
+        change(b"locked", b"1", lock_time=9),
+        change(b"expires", b"1", expiration=9),
+    )
+    store.items[b"evicted"] = 5 << 80
+    before = dict(store.items)
+    ran = Ran(kernel, packet(NOOP) + request_, store, None, limit=5)
+    assert ran.at == 24
+    assert ran.out == response(NOOP)
+    assert store.items == before
+    assert not ran.waits
+    assert not ran.pending
+
+
+def test_the_last_seqno_is_left_for_others_to_refuse(kernel: ModuleType) -> None:
+    store = Store(high=LAST - 1)
+    ran = Ran(kernel, set_(b"a", b"1") + set_(b"b", b"1"), store)
+    assert ran.at == len(set_(b"a", b"1"))
+    assert (store.high, list(store.items)) == (LAST, [b"a"])
+
+
+def test_a_run_stops_when_its_answers_have_filled_the_room(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", bytes(1000)))
+    ran = Ran(kernel, packet(GET, key=b"a") * 100, store, room=2500)
+    assert len(ran.out) == 3 * 1028
+    assert ran.at == 3 * 25
+
+
+def test_answers_are_added_to_what_is_there(kernel: ModuleType) -> None:
+    out = bytearray(b"before")
+    kernel.run(packet(NOOP) * 2000, 0, [], Clock(), [], out)
+    assert out == b"before" + response(NOOP) * 2000
+
+
+def test_an_error_of_a_partition_leaves_the_numbers_true(kernel: ModuleType) -> None:
+    store, clock, pending, out = Store(), Clock(), list[bytes](), bytearray()
+    data = set_(b"a", b"1") + set_(b"b", b"1", partition=1)
+    with pytest.raises(AttributeError):
+        kernel.run(data, 0, [store, object()], clock, pending, out)
+    assert (store.high, store.size, clock.last) == (1, len(pending[0]), 1001)
+    assert out == response(0x01, cas=1001)
+
+
+@pytest.mark.parametrize("wrap", [bytearray, memoryview])
+def test_requests_may_lie_in_any_kind_of_bytes(kernel: ModuleType, wrap: Any) -> None:
+    store = Store()
+    kernel.run(wrap(set_(b"a", b"1")), 0, [store], Clock(), [], bytearray())
+    assert [type(key) for key in store.items] == [bytes]
+
+
+@given(stream=st.lists(requests(), max_size=30), durable=st.integers(0, 5))
+def test_a_run_keeps_every_promise_of_a_partition(
+    kernel: ModuleType, stream: list[bytes], durable: int
+) -> None:
+    stores = [Store(durable=durable) for _ in range(4)]
+    ran = Ran(kernel, b"".join(stream), *stores)
+    assert ran.at in {len(b"".join(stream[:n])) for n in range(len(stream) + 1)}
+    for number, store in enumerate(stores):
+        records = [record for record in store.items.values() if isinstance(record, bytes)]
+        seqnos = [int.from_bytes(record[24:32], "big") for record in records]
+        written = [record for record in ran.pending if record[7] == number]
+        assert seqnos == sorted(set(seqnos))
+        assert store.high == len(written)
+        assert store.size == sum(map(len, records))
+        assert store.tombstones == sum(record[1] != MUTATION for record in records)
+        assert all(record in written for record in records)
+    stamps = [int.from_bytes(record[16:24], "big") for record in ran.pending]
+    assert stamps == list(range(1001, 1001 + len(stamps)))
+    assert ran.clock.last == 1000 + len(stamps)
+    assert ran.waits or not ran.pending

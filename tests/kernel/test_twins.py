@@ -1,0 +1,96 @@
+"""One kernel against the other: for any input, damaged or not, the same answer, state and refusal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.kernel.packets import Clock, Store, changes, damaged, numbers, other_packets, requests, u64
+from upper.errors import UpperError
+from upper.kernel import plain
+
+compiled = pytest.importorskip(
+    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` says why"
+)
+
+streams = damaged(changes() | other_packets())
+traffic = damaged(requests() | requests() | requests() | changes())
+spots = st.integers(-1, 40)
+
+
+def outcome(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    """What came back or what was raised, and what became of the arguments."""
+    try:
+        answer: object = function(*arguments, **options)
+    except (UpperError, ValueError, TypeError, BufferError, OverflowError) as error:
+        answer = type(error), str(error), getattr(error, "at", None)
+    return answer, *arguments
+
+
+def alike(name: str, *arguments: Any, **options: Any) -> None:
+    ours = outcome(getattr(plain, name), *copy.deepcopy(arguments), **options)
+    theirs = outcome(getattr(compiled, name), *copy.deepcopy(arguments), **options)
+    assert ours == theirs
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(mine, dict):
+            assert list(mine) == list(other)
+
+
+@given(streams, spots, st.integers(0, 200))
+def test_they_scan_alike(data: bytes, start: int, limit: int) -> None:
+    alike("scan", data, start, numbers(1, 2, 3))
+    alike("scan", data, 0, numbers(1, 2, 3, 4, 5, 6, 7), limit)
+
+
+@given(traffic, spots, st.lists(changes(), max_size=6), u64, st.booleans())
+def test_they_run_alike(data: bytes, start: int, held: list[bytes], last: int, delete_cas: bool) -> None:
+    table: list[Store | None] = [Store().holding(*held), Store(high=(1 << 48) - 3), None, Store()]
+    first = table[0]
+    assert first is not None
+    first.items[b"\x00"] = 7 << 80
+    first.high = min(first.high, (1 << 48) - 1)
+    for at, clock in ((0, Clock()), (start, Clock(last))):
+        alike("run", data, at, table, clock, [], bytearray(b"x"), limit=40, room=600, delete_cas=delete_cas)
+        alike("run", data, at, [Store() for _ in range(5)], clock, [], bytearray())
+
+
+@given(streams, spots, spots)
+def test_they_replay_alike(data: bytes, start: int, end: int) -> None:
+    alike("replay", data, 0, len(data), [{} for _ in range(4)], numbers(0, 0, 0, 0))
+    alike("replay", data, start, end, [{}, {}, {}], numbers(0, 0))
+
+
+@given(streams, spots, st.integers(0, 400))
+def test_they_make_columns_alike(data: bytes, start: int, end: int) -> None:
+    alike("columns", data, 0, len(data), numbers(1, 2, 3, 4))
+    alike("columns", data, start, end, numbers(1, 2))
+
+
+@given(streams, spots, st.integers(0, 400))
+def test_they_make_batches_alike(data: bytes, start: int, end: int) -> None:
+    pytest.importorskip("pyarrow")
+    alike("to_arrow", data, 0, len(data), numbers(1, 2, 3, 4))
+    alike("to_arrow", data, start, end, numbers(1, 2))
+
+
+@given(streams, spots, st.integers(0, 400), st.integers(-1, 1 << 32))
+def test_they_retarget_alike(data: bytes, start: int, end: int, opaque: int) -> None:
+    alike("retarget", bytearray(data), 0, len(data), opaque)
+    alike("retarget", bytearray(data), start, end, opaque)
+
+
+@given(st.lists(changes() | other_packets() | st.binary(max_size=60), max_size=12), u64)
+def test_they_treat_lists_and_maps_alike(records: list[bytes], number: int) -> None:
+    alike("join", records, number & 0xFFFF_FFFF)
+    alike("group", records)
+    alike("latest", records)
+    whole = [record for record in records if len(record) >= 48]
+    items = {b"%d" % n: record for n, record in enumerate(sorted(whole, key=lambda r: r[24:32]))}
+    alike("measure", items)
+    alike("after", items, number)
+    alike("after", items, 25)
