@@ -127,10 +127,10 @@ def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
 
     Raises Truncated, with nothing of that packet changed, where the packets do not end at `end`.
     """
+    number = U32.pack(fits_opaque(opaque))
     if not isinstance(buffer, bytearray):
         raise TypeError("only a bytearray can be changed in place")
     within(start, end, len(buffer))
-    number = U32.pack(fits_opaque(opaque))
     at, count = start, 0
     while at < end:
         if at + 24 > end or (past := at + 24 + U32.unpack_from(buffer, at + 8)[0]) > end:
