@@ -48,10 +48,11 @@ clean: ## remove what was made here: environment, builds, caches, results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Build requirements first: with them in place nothing is fetched twice, and the build uses the pinned versions.
+# Not compiled on installation: Python does that for what is imported, and most of it never is.
 $(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
 	@test -n "$(PYTHON)" || { echo "upper needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
-	$(PIP) install --quiet --constraint constraints.txt setuptools wheel cython
-	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	$(PIP) install --quiet --no-compile --constraint constraints.txt setuptools wheel cython
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@

@@ -30,6 +30,20 @@ def test_bash_completes_verbs_and_their_arguments(upper: Run) -> None:
     assert bash_completes(script, "upper", "completion", "--json", "b") == ["bash"]
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_fish_completes_verbs_and_their_arguments(upper: Run) -> None:
+    script = upper("completion", "fish").stdout
+
+    def offers(line: str) -> list[str]:
+        program = f"{script}\ncomplete -C {line!r}"
+        done = subprocess.run(["fish", "-c", program], capture_output=True, text=True, check=True, timeout=60)
+        return [offer.partition("\t")[0] for offer in done.stdout.splitlines()]
+
+    assert set(VERBS) <= set(offers("upper "))
+    assert offers("upper completion z") == ["zsh"]
+    assert offers("upper completion --js") == ["--json"]
+
+
 @pytest.mark.parametrize("shell", completion.RENDER)
 def test_a_script_names_every_verb_and_every_option(shell: str, upper: Run) -> None:
     script = upper("completion", shell).stdout

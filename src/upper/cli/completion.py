@@ -116,7 +116,8 @@ _upper() {{
     esac
     _describe 'upper' words_here || _files
 }}
-compdef _upper upper
+# Found on fpath this file is the function itself; sourced, it has to be announced.
+if [[ "$funcstack[1]" == _upper ]]; then _upper "$@"; else compdef _upper upper; fi
 """
 
 
