@@ -26,6 +26,8 @@ from upper.errors import UpperError
 
 # verb -> (module, what it does in one line), in the order in which help shows them
 VERBS: Mapping[str, tuple[str, str]] = {
+    "serve": ("upper.cli.serve", "start a node"),
+    "packet": ("upper.cli.packet", "take packets apart, field by field"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
 }
 

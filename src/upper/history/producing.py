@@ -314,6 +314,13 @@ class ProducerStream:
             return *said, *self._finish(EndReason.OK)
         return said + self._go_on()
 
+    def followed(self, last: Seqno) -> None:
+        """While live, every commit up to `last` was forwarded past this machine, whole and in step."""
+        if self.phase is not Sending.LIVE:
+            raise missing("a stream", self.phase, SendCue.COMMITTED)
+        self.sent = self.told = max(self.sent, last)
+        self._heard = max(self._heard, last)
+
     def room(self) -> Effects:
         """The window has opened, or the connection's buffer has drained."""
         if self.phase is not Sending.BEHIND:

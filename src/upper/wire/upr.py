@@ -22,6 +22,7 @@ from upper.model.messages import (
     Noop,
     Refusal,
     RollbackRequired,
+    SeqnoAdvanced,
     SetState,
     SnapshotEnd,
     SnapshotMarker,
@@ -106,7 +107,7 @@ UPR = KV.but(
                 by=Side.SERVER,
                 status=Status.ROLLBACK,
                 value=Fixed(Layout(u64("seqno"))),
-                note="read, never sent",
+                read_only=True,
             ),
         ],
         # Printed empty. The log comes along where the request asked for it (003).
@@ -173,6 +174,14 @@ UPR = KV.but(
             opcode=0x5A,
             by=Side.SERVER,
             extras=Layout(u8("state", UPR_STATES)),
+        ),
+        # As it later shipped: a filtered stream says with it how far history went, before SNAPSHOT_END.
+        SeqnoAdvanced: Row(
+            name="seqno_advanced",
+            message=SeqnoAdvanced,
+            opcode=0x64,
+            by=Side.SERVER,
+            extras=Layout(u64("seqno")),
         ),
         Noop: Row(name="noop", message=Noop, opcode=0x5C),
         BufferAck: Row(

@@ -1,0 +1,112 @@
+"""Writing: set, add, replace, delete, append, prepend, flush.
+
+Each answer carries the CAS of the change (a DELETE's only for clients that said HELLO: plain memcached clients do not
+expect one) and, where HELLO asked for it, the mutation token: branch and seqno.
+"""
+
+from __future__ import annotations
+
+from upper.errors import KeyNotFound, NotStored, ValueTooLarge
+from upper.model.values import State
+from upper.server.auth import Role
+from upper.server.commands.keys import deadline
+from upper.server.table import Call, Reply, handles
+from upper.storage import Mode, Written
+from upper.wire.codes import Feature, Opcode
+
+TOKEN_SIZE = 16
+MODES = {
+    Opcode.SET: Mode.SET,
+    Opcode.SETQ: Mode.SET,
+    Opcode.ADD: Mode.ADD,
+    Opcode.ADDQ: Mode.ADD,
+    Opcode.REPLACE: Mode.REPLACE,
+    Opcode.REPLACEQ: Mode.REPLACE,
+}
+
+
+def written(call: Call, change: Written, *, value: bytes = b"", cas: bool = True) -> Reply:
+    return Reply(cas=change.cas if cas else 0, extras=token(call, change), value=value)
+
+
+def token(call: Call, change: Written) -> bytes:
+    """Branch and seqno of a change, for clients that asked to be told."""
+    if Feature.MUTATION_SEQNO not in call.connection.features:
+        return b""
+    return call.store.log.branch.to_bytes(8, "big") + change.seqno.to_bytes(8, "big")
+
+
+def fits(call: Call, size: int) -> None:
+    limit = call.node.settings.limits.item
+    if size > limit:
+        raise ValueTooLarge(f"a value has at most {limit} bytes, not {size}")
+
+
+@handles(
+    Opcode.SET,
+    Opcode.ADD,
+    Opcode.REPLACE,
+    quiet=(Opcode.SETQ, Opcode.ADDQ, Opcode.REPLACEQ),
+    role=Role.WRITE,
+    state=State.ACTIVE,
+    extras=(8,),
+    key=True,
+    value=None,
+)
+def put(call: Call) -> Reply:
+    fits(call, len(call.value))
+    flags, expiration = int.from_bytes(call.extras[:4], "big"), int.from_bytes(call.extras[4:], "big")
+    change = call.store.write(
+        call.key,
+        call.value,
+        flags=flags,
+        expiration=deadline(call, expiration),
+        cas=call.cas,
+        mode=MODES[Opcode(call.opcode)],
+        data_type=call.data_type if Feature.JSON in call.connection.features else 0,
+    )
+    return written(call, change)
+
+
+@handles(Opcode.DELETE, quiet=(Opcode.DELETEQ,), role=Role.WRITE, state=State.ACTIVE, key=True)
+def delete(call: Call) -> Reply:
+    change = call.store.delete(call.key, cas=call.cas)
+    return written(call, change, cas=call.connection.said_hello)
+
+
+@handles(
+    Opcode.APPEND,
+    Opcode.PREPEND,
+    quiet=(Opcode.APPENDQ, Opcode.PREPENDQ),
+    role=Role.WRITE,
+    state=State.ACTIVE,
+    key=True,
+    value=None,
+)
+def extend(call: Call) -> Reply:
+    item = call.store.read(call.key)
+    if item is None:
+        raise NotStored("there is nothing under this key to add to; use set")
+    behind = call.opcode in (Opcode.APPEND, Opcode.APPENDQ)
+    value = item.value + call.value if behind else call.value + item.value
+    fits(call, len(value))
+    # The CAS keeps its meaning; the item may be locked, and `write` looks at that.
+    change = call.store.write(
+        call.key, value, flags=item.flags, expiration=item.expiration, cas=call.cas, data_type=0
+    )
+    return written(call, change)
+
+
+@handles(Opcode.FLUSH, quiet=(Opcode.FLUSHQ,), role=Role.WRITE, extras=(0, 4), waits=True)
+def flush(call: Call) -> Reply:
+    """Empty every partition that is active here, now or after so many seconds."""
+    delay = int.from_bytes(call.extras, "big")
+    if delay:
+        seconds = max(0, deadline(call, delay) - call.bucket.clock.seconds())
+        call.node.loop.call_later(seconds, call.node.flush)
+    else:
+        call.node.flush()
+    return Reply()
+
+
+__all__ = ["KeyNotFound", "delete", "extend", "fits", "flush", "put", "token", "written"]

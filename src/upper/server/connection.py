@@ -1,0 +1,477 @@
+"""One connection: bytes in, answers out, in order, and none before what it rests on is on disk.
+
+Key-value requests that are plain run through the kernel as they lie in the received bytes; whatever it leaves is
+looked up in the command table; stream packets go to the stream desk (`desk.py`). Answers are gathered per read and
+written once. An answer that rests on a change which is not durable yet is held until its batch is, and everything
+behind it waits with it, because clients match answers to requests by their order.
+
+Bounds: a packet may be as large as the settings say and is collected without copying it again and again; a peer
+that does not read its answers is not read from; what waits for the disk is counted too. A frame that breaks the
+rules is answered where an answer can be matched to it, and then the connection closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable
+from itertools import count
+from typing import TYPE_CHECKING, cast
+
+from upper import kernel
+from upper.errors import (
+    AuthenticationFailed,
+    BadMagic,
+    InvalidArguments,
+    NotAllowed,
+    NotMyPartition,
+    TemporaryFailure,
+    UpperError,
+)
+from upper.server.auth import Role, Scram, User
+from upper.server.desk import Desk, is_stream_packet
+from upper.server.listen import without_delay
+from upper.server.settings import is_loopback
+from upper.server.table import TABLE, Call, Quiet, Reply, Row
+from upper.wire.codes import Feature, Opcode, Status
+from upper.wire.packet import HEADER, HEADER_SIZE, REQUEST, RESPONSE, Header, header
+
+if TYPE_CHECKING:
+    from upper.server.node import Node
+    from upper.storage import PartitionStore
+
+log = logging.getLogger(__name__)
+
+ROOM = 4 << 20  # bytes of answers after which a run is interrupted to see whether the peer reads them
+LINGER = 1.0  # seconds that a peer gets to read why it is being closed
+
+_numbers = count(1)
+
+
+class Connection(asyncio.Protocol):
+    """The server's end of one TCP connection."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.number = next(_numbers)
+        self.peer = self.host = "?"
+        self.private = False  # nobody between the two ends can read along
+        self.agent = ""  # what the client calls itself in HELLO
+        self.since, self.opened = time.time(), node.now()
+        self.user: User | None = None
+        self.roles = Role.NONE if node.users else Role.everything()
+        self.features: frozenset[int] = frozenset()
+        self.scram: Scram | None = None
+        self.failed_logins = 0
+        self.requests = self.bytes_in = self.bytes_out = 0
+        self.heard = node.now()
+        self.writable = True  # the peer takes what it is sent
+        self.desk: Desk | None = None
+        self._transport: asyncio.Transport | None = None
+        self._hello = False
+        self._fast = False
+        self._parts: list[bytes] = []
+        self._have = self._need = 0
+        self._held: deque[tuple[int, bytearray]] = deque()
+        self._held_bytes = 0
+        self._busy: asyncio.Task[None] | None = None
+        self._reading = True
+        self._ending = self._leaving = False
+        self._choose_path()
+
+    # ── What the transport tells ──────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        address = transport.get_extra_info("peername")
+        if address:
+            self.peer, self.host = f"{address[0]}:{address[1]}", address[0]
+        self.private = transport.get_extra_info("sslcontext") is not None or is_loopback(self.host)
+        without_delay(transport)
+        self._transport.set_write_buffer_limits(high=self.node.settings.streams.buffer)
+        refusal = self.node.admit(self)
+        if refusal is not None:
+            self.end(self._packed(Reply(Status.BUSY, value=refusal.encode()), opcode=Opcode.NOOP, opaque=0))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._ending = True
+        self._held.clear()
+        self._parts.clear()
+        if self._busy is not None:
+            self._busy.cancel()
+        if self.desk is not None:
+            self.desk.close()
+        self.node.forget(self)
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self.writable = False
+
+    def resume_writing(self) -> None:
+        self.writable = True
+        if self.desk is not None:
+            self.desk.writable()
+        self._go_on()
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = self.node.clock_now
+        self.bytes_in += len(data)
+        if self._ending:
+            return
+        if self._parts or self._busy is not None:
+            self._parts.append(data)
+            self._have += len(data)
+            if self._have < self._need or self._busy is not None:
+                self._mind_the_backlog()
+                return
+            data = self._collected()
+        self._work(data)
+
+    # ── Requests ──────────────────────────────────────────────────────────────────────────────────
+
+    def _work(self, data: bytes) -> None:
+        """Answer every whole packet in `data`, and keep the rest."""
+        bucket = self.node.bucket
+        at, size, waits = 0, len(data), False
+        out = bytearray()
+        bucket.clock.move()
+        try:
+            while at < size:
+                if self._fast:
+                    start = at
+                    at, waiting = kernel.run(
+                        data, at, bucket.table, bucket.clock, bucket.pending, out, delete_cas=self._hello
+                    )
+                    waits |= waiting or (at > start and self.node.barrier > self.node.committed)
+                    if at == size:
+                        break
+                if len(out) >= ROOM:
+                    self._answer(out, waits)
+                    out, waits = bytearray(), False
+                    if not self._may_go_on():
+                        break
+                head = self._whole(data, at)
+                if head is None:
+                    break
+                if head.opcode not in TABLE or is_stream_packet(head):
+                    # Streams have an order of their own; what was asked before them is answered before them.
+                    self._answer(out, waits)
+                    out, waits = bytearray(), False
+                    self._stream_packet(head, data[at : at + head.size])
+                else:
+                    waits |= self._command(head, data, at, out)
+                at += head.size
+                if self._ending or self._busy is not None:
+                    break
+        except UpperError as error:
+            self._answer(out, waits)
+            self._broken(data, at, error)
+            return
+        self._keep(data, at)
+        self._answer(out, waits)
+
+    def _whole(self, data: bytes, at: int) -> Header | None:
+        """The header of the packet at `at`, if all of it is there; else remember how much is needed."""
+        left = len(data) - at
+        if left < HEADER_SIZE:
+            if data[at] not in (REQUEST, RESPONSE):
+                raise BadMagic(f"magic 0x{data[at]:02x} begins no packet; expected 0x80 or 0x81", at=at)
+            self._need = HEADER_SIZE
+            return None
+        limits = self.node.settings.limits
+        known = self.user is not None or not self.node.users
+        head = header(data, at, max_body=limits.body if known else limits.before_login)
+        if not known and self.bytes_in > limits.before_login:
+            raise AuthenticationFailed(
+                f"{limits.before_login} bytes came without a login; authenticate with SASL first"
+            )
+        self._need = head.size
+        return head if left >= head.size else None
+
+    def _command(self, head: Header, data: bytes, at: int, out: bytearray) -> bool:
+        """Run the handler of one key-value request; true when its answer must wait for the open batch."""
+        self.requests += 1
+        row = TABLE[head.opcode]
+        started = time.perf_counter()
+        try:
+            call = self._call(row, head, data, at)
+            result = row.handler(call)
+        except NotMyPartition as error:
+            result = Reply(error.status, value=self.node.cluster_map())
+            self.node.counters.not_my_partition += 1
+        except UpperError as error:
+            result = _refusal(error)
+        if isinstance(result, Reply):
+            self._reply(result, head, row, out)
+        elif isinstance(result, list):
+            for reply in result:
+                self._reply(reply, head, row, out)
+        else:
+            self._busy = self.node.loop.create_task(self._later(result, head, row))
+        self.node.timings.command(row.name, time.perf_counter() - started)
+        return row.waits
+
+    def _call(self, row: Row, head: Header, data: bytes, at: int) -> Call:
+        """The request as its handler wants it, once everything that its row asks for holds."""
+        if row.role not in self.roles:
+            if self.user is None:
+                raise AuthenticationFailed("authenticate with SASL first")
+            raise NotAllowed(
+                f"{row.name} needs the role {' and '.join(row.role.names)}; ask an administrator"
+            )
+        if head.magic != REQUEST:
+            raise InvalidArguments("this node asked for nothing that this could answer")
+        body = at + HEADER_SIZE
+        key_at = body + head.extras_length
+        value_at = key_at + head.key_length
+        end = at + head.size
+        if head.extras_length not in row.extras:
+            wanted = " or ".join(map(str, row.extras))
+            raise InvalidArguments(f"{row.name} has {wanted} bytes of extras, not {head.extras_length}")
+        if row.key is not None and row.key != (head.key_length > 0):
+            raise InvalidArguments(f"{row.name} {'needs a' if row.key else 'has no'} key")
+        if head.key_length > 250:
+            raise InvalidArguments(f"a key has at most 250 bytes, not {head.key_length}")
+        if row.value is False and end > value_at:
+            raise InvalidArguments(f"{row.name} has no value")
+        store: PartitionStore | None = None
+        if row.state is not None:
+            store = self.node.partition(head.vbucket, row.state)
+        return Call(
+            self,
+            head.opcode,
+            head.vbucket,
+            head.opaque,
+            head.cas,
+            head.data_type,
+            data[body:key_at],
+            data[key_at:value_at],
+            data[value_at:end],
+            cast("PartitionStore", store),
+        )
+
+    async def _later(self, awaited: Awaitable[Reply], head: Header, row: Row) -> None:
+        """Finish a command that takes its time; what came behind it is read afterwards."""
+        try:
+            reply = await awaited
+        except UpperError as error:
+            reply = _refusal(error)
+        out = bytearray()
+        self._reply(reply, head, row, out)
+        self._busy = None
+        self._answer(out, row.waits)
+        self._go_on()
+
+    def _reply(self, reply: Reply, head: Header, row: Row, out: bytearray) -> None:
+        match row.quiet:
+            case Quiet.SUCCESS if reply.status == Status.OK:
+                return
+            case Quiet.MISS if reply.status == Status.KEY_NOT_FOUND:
+                return
+        out += self._packed(reply, opcode=head.opcode, opaque=head.opaque)
+
+    def packed(self, status: int, value: bytes, *, opcode: int, opaque: int) -> bytes:
+        """A response that only says how it went."""
+        return self._packed(Reply(status, value=value), opcode=opcode, opaque=opaque)
+
+    def _packed(self, reply: Reply, *, opcode: int, opaque: int) -> bytes:
+        body = len(reply.extras) + len(reply.key) + len(reply.value)
+        extras, key = len(reply.extras), len(reply.key)
+        head = HEADER.pack(
+            RESPONSE, opcode, key, extras, reply.data_type, reply.status, body, opaque, reply.cas
+        )
+        return b"".join((head, reply.extras, reply.key, reply.value))
+
+    def _stream_packet(self, head: Header, packet: bytes) -> None:
+        self.requests += 1
+        if self.desk is None:
+            self.desk = Desk(self)
+        self.desk.receive(head, packet)
+
+    # ── Answers ───────────────────────────────────────────────────────────────────────────────────
+
+    def _answer(self, out: bytearray, waits: bool) -> None:
+        """Write, or hold until the batch that it rests on is on disk."""
+        bucket = self.node.bucket
+        if bucket.pending:
+            bucket.kick()
+        if not out:
+            return
+        due = self.node.due if waits else 0
+        if due <= self.node.committed and not self._held:
+            self.send(out)
+            return
+        if self._held and due <= self._held[-1][0]:
+            self._held[-1][1].extend(out)
+        else:
+            self._held.append((due, out))
+        self._held_bytes += len(out)
+        self.node.waiting[self.number] = self
+        self._mind_the_backlog()
+
+    def release(self, done: int, failed: BaseException | None) -> bool:
+        """Write what a commit has made true; false when nothing is held any more."""
+        held = self._held
+        ready = bytearray()
+        while held and held[0][0] <= done:
+            ready += held.popleft()[1]
+        self._held_bytes -= len(ready)
+        if failed is not None and ready:
+            # Some of these say that a change is safe. It is not, and a quiet one may be among them that says
+            # nothing: the peer is told of the failure for each, and must find out by itself what is true.
+            self.end(_failed(bytes(ready), failed))
+        elif ready:
+            self.send(ready)
+        if self._leaving and not held:
+            self.close()
+        elif not self._reading:
+            self._go_on()
+        return bool(held)
+
+    def send(self, data: bytes | bytearray) -> None:
+        """To the peer, now."""
+        if self._transport is not None and not self._ending:
+            self.bytes_out += len(data)
+            self._transport.write(data)
+
+    def end(self, last: bytes = b"") -> None:
+        """Say a last word and close. Input is taken and thrown away meanwhile, so that the word arrives."""
+        if self._transport is None or self._ending:
+            return
+        self.send(last)
+        self._ending = True
+        self._parts.clear()
+        self._transport.resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self.node.loop.call_later(LINGER, self.abort)
+        else:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close_when_answered(self) -> None:
+        """Close once nothing is held any more."""
+        if self._held:
+            self._leaving = True
+        else:
+            self.close()
+
+    def close(self) -> None:
+        """Close once everything written has left."""
+        self._ending = True
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait in this process for the peer or for the disk."""
+        waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return waiting + self._held_bytes
+
+    def _broken(self, data: bytes, at: int, error: UpperError) -> None:
+        """The framing cannot be trusted any more: answer where that is possible, then close."""
+        log.info("%s: closed, %s", self.peer, error)
+        self.node.counters.protocol_errors += 1
+        last = b""
+        if len(data) - at >= HEADER_SIZE and not isinstance(error, BadMagic):
+            head = Header._make(HEADER.unpack_from(data, at))
+            if head.magic == REQUEST:
+                last = self._packed(_refusal(error), opcode=head.opcode, opaque=head.opaque)
+        self.end(last)
+
+    # ── What this peer may do ─────────────────────────────────────────────────────────────────────
+
+    def login(self, user: User) -> None:
+        self.user, self.roles = user, user.roles
+        self.failed_logins = 0
+        self._choose_path()
+
+    def logout(self) -> None:
+        self.user, self.roles = None, Role.NONE if self.node.users else Role.everything()
+        self._choose_path()
+
+    def agree(self, agent: str, features: frozenset[int]) -> None:
+        """What HELLO settled."""
+        self.agent, self.features, self._hello = agent, features, True
+        self._choose_path()
+
+    @property
+    def said_hello(self) -> bool:
+        return self._hello
+
+    @property
+    def idle_since(self) -> float | None:
+        """When this peer was last heard of, if it has nothing open that would explain its silence."""
+        return None if self._held or self._busy or (self.desk and self.desk.streaming) else self.heard
+
+    def _choose_path(self) -> None:
+        """The kernel's run knows neither roles nor mutation tokens: who needs them goes by the table."""
+        plain = Role.READ | Role.WRITE in self.roles and Feature.MUTATION_SEQNO not in self.features
+        self._fast = plain
+
+    # ── Input that waits ──────────────────────────────────────────────────────────────────────────
+
+    def _keep(self, data: bytes, at: int) -> None:
+        if at < len(data) and not self._ending:
+            self._parts.insert(0, data[at:] if at else data)
+            self._have = sum(map(len, self._parts))
+
+    def _collected(self) -> bytes:
+        data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
+        self._parts.clear()
+        self._have = self._need = 0
+        return data
+
+    def _may_go_on(self) -> bool:
+        """False when the peer does not read, or too much waits for the disk: then nothing more is read."""
+        if self.writable and self._held_bytes < self.node.settings.limits.held:
+            return True
+        self._need = 0
+        self._pause()
+        return False
+
+    def _mind_the_backlog(self) -> None:
+        full = self._have > self.node.settings.limits.body + HEADER_SIZE and self._busy is not None
+        if full or self._held_bytes >= self.node.settings.limits.held or not self.writable:
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._reading and self._transport is not None and not self._ending:
+            self._reading = False
+            self._transport.pause_reading()
+
+    def _go_on(self) -> None:
+        """Read again, and first what was left."""
+        if self._transport is None or self._ending or self._busy is not None:
+            return
+        if not self.writable or self._held_bytes >= self.node.settings.limits.held:
+            return
+        if self._parts and self._have >= self._need:
+            self._work(self._collected())
+        if not self._reading and self.writable and not self._ending and self._transport is not None:
+            self._reading = True
+            self._transport.resume_reading()
+
+
+def _refusal(error: UpperError) -> Reply:
+    return Reply(error.status, value=str(error).encode())
+
+
+def _failed(answers: bytes, why: BaseException) -> bytes:
+    """The same answers, each turned into "temporary failure"."""
+    sentence = str(TemporaryFailure(f"the change could not be stored ({why}); try again")).encode()
+    out, at = bytearray(), 0
+    while at < len(answers):
+        head = Header._make(HEADER.unpack_from(answers, at))
+        status = TemporaryFailure.status
+        out += HEADER.pack(RESPONSE, head.opcode, 0, 0, 0, status, len(sentence), head.opaque, 0) + sentence
+        at += head.size
+    return bytes(out)

@@ -1,0 +1,101 @@
+"""From settings to a running node, and back: the loop, the signals, the ready line."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from upper import kernel
+from upper.server.node import Node
+from upper.server.settings import ServerSettings
+from upper.storage import Bucket, StorageSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """What the one line says that is printed when a node serves."""
+
+    ready: bool = True
+    host: str
+    port: int
+    metrics_port: int | None
+    bucket: str
+    partitions: int
+    items: int
+    kernel: str
+    pid: int
+    data: str
+
+    def __str__(self) -> str:
+        metrics = f", metrics on port {self.metrics_port}" if self.metrics_port is not None else ""
+        return (
+            f"ready: {self.host}:{self.port} serves {self.bucket} ({self.partitions} partitions, "
+            f"{self.items} items) from {self.data}, {self.kernel} kernel{metrics}"
+        )
+
+
+def serve(
+    settings: ServerSettings,
+    storage: StorageSettings,
+    *,
+    data: Path,
+    partitions: int | None,
+    ready: Callable[[Ready], None],
+) -> None:
+    """Serve until a signal says otherwise."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    bucket = Bucket.open(data, storage, name=settings.bucket, partitions=partitions)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(bucket, settings, data, ready))
+
+
+async def _serve(
+    bucket: Bucket, settings: ServerSettings, data: Path, ready: Callable[[Ready], None]
+) -> None:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        node = Node(bucket, settings, loop)
+        await node.start()
+    except BaseException:
+        bucket.close()
+        raise
+    ready(
+        Ready(
+            host=settings.host,
+            port=node.port,
+            metrics_port=node.metrics_port,
+            bucket=bucket.name,
+            partitions=len(bucket.partitions),
+            items=sum(store.count for store in bucket.partitions),
+            kernel=kernel.NAME,
+            pid=os.getpid(),
+            data=str(data),
+        )
+    )
+    await stopping.wait()
+    log.info("stopping: %d connections are open", len(node.connections))
+    await node.stop()
+    log.info("stopped: everything is on disk")
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one; it ties with asyncio's own loop on bulk and wins on many connections."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,301 @@
+"""One node: a bucket, who is connected to it, and what the two have to do with each other.
+
+Everything here runs in one thread, the loop's. Commits arrive in order; each releases the answers that waited for it
+and then feeds the streams. A partition that changes its state, goes back or begins a branch ends its streams
+first. The clock ticks four times a second, for peers that have gone quiet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from upper.errors import Busy, NotMyPartition
+from upper.model.messages import EndReason
+from upper.model.values import BranchId, Partition, Seqno, State
+from upper.server import commands
+from upper.server.auth import Users, load_users
+from upper.server.connection import Connection
+from upper.server.desk import Desk
+from upper.server.hub import Hub
+from upper.server.listen import listen
+from upper.server.metrics import MetricsPage
+from upper.server.settings import ServerSettings
+from upper.server.stats import Counters, Timings
+from upper.server.streams import Stream
+from upper.server.tap import TapSession
+from upper.storage import Bucket, Commit, PartitionStore
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25  # seconds
+MINUTE = 60.0
+
+assert commands.__all__, "importing the commands fills their table"
+
+
+class Throttle:
+    """How often each address failed to log in lately. Who failed too often has to wait."""
+
+    def __init__(self, limit: int, now: Callable[[], float]) -> None:
+        self._limit, self._now = limit, now
+        self._failures: dict[str, deque[float]] = {}
+
+    def failed(self, host: str) -> None:
+        self._failures.setdefault(host, deque(maxlen=self._limit)).append(self._now())
+        if len(self._failures) > 10_000:  # addresses are cheap to make up; forget the oldest
+            del self._failures[next(iter(self._failures))]
+
+    def check(self, host: str) -> None:
+        failures = self._failures.get(host)
+        if failures is None:
+            return
+        while failures and failures[0] < self._now() - MINUTE:
+            failures.popleft()
+        if len(failures) >= self._limit:
+            raise Busy("too many failed logins from this address; wait a minute")
+        if not failures:
+            del self._failures[host]
+
+
+class Node:
+    def __init__(self, bucket: Bucket, settings: ServerSettings, loop: asyncio.AbstractEventLoop) -> None:
+        self.bucket, self.settings, self.loop = bucket, settings, loop
+        self.users: Users | None = None if settings.users is None else load_users(settings.users)
+        self.port, self.metrics_port = settings.port, settings.metrics_port
+        self.started = time.time()
+        self.counters, self.timings = Counters(), Timings()
+        self.throttle = Throttle(settings.limits.failed_logins_peer, loop.time)
+        self.verifier = ThreadPoolExecutor(1, thread_name_prefix="upper-login")
+        self.hub = Hub(bucket)
+        self.connections: dict[int, Connection] = {}
+        self.waiting: dict[int, Connection] = {}  # those with answers that wait for the disk
+        self.committed = bucket.done  # the last batch that anybody may be told of
+        self.barrier = 0  # a flush of this batch hides items whose records are gone already
+        self.clock_now = loop.time()
+        self._tap_sessions: dict[str, TapSession] = {}
+        self._map: bytes | None = None
+        self._revision = int(time.time())
+        self._servers: list[asyncio.Server] = []
+        self._handed: dict[int, Stream | None] = {}
+        self._ticker: asyncio.TimerHandle | None = None
+        self._kicked_at = 0.0
+
+    # ── Life ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Listen. From here on the node serves."""
+        self.bucket.attach(self.loop)
+        self.bucket.subscribe(self._on_commit)
+        settings = self.settings
+        server, self.port = await listen(
+            lambda: Connection(self), settings.host, settings.port, tls=settings.tls
+        )
+        self._servers.append(server)
+        if settings.metrics_port is not None:
+            page, self.metrics_port = await listen(
+                lambda: MetricsPage(self), settings.metrics_host, settings.metrics_port
+            )
+            self._servers.append(page)
+        self._ticker = self.loop.call_later(TICK, self._tick)
+        # What was loaded stays; the collector need not look at it again, and rarely at anything.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 50)
+
+    async def stop(self) -> None:
+        """End streams with a reason, commit everything, let answers leave, close in order."""
+        for server in self._servers:
+            server.close()
+        if self._ticker is not None:
+            self._ticker.cancel()
+        if self.bucket.failed is None:
+            self.bucket.commit()
+        for connection in tuple(self.connections.values()):
+            if connection.desk is not None:
+                connection.desk.stop_all(EndReason.SHUTTING_DOWN)
+            connection.close()
+        deadline = self.loop.time() + self.settings.shutdown
+        while self.connections and self.loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for connection in tuple(self.connections.values()):
+            connection.abort()
+        await asyncio.sleep(0)
+        self.verifier.shutdown(wait=False, cancel_futures=True)
+        self.bucket.close()
+
+    def now(self) -> float:
+        return self.loop.time()
+
+    # ── Connections ───────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, connection: Connection) -> str | None:
+        """Take in a connection, or say why not."""
+        limit = self.settings.limits.connections
+        if len(self.connections) >= limit:
+            self.counters.refused_connections += 1
+            return f"{limit} connections are open, which is the limit; close some or raise it"
+        self.counters.connections += 1
+        self.connections[connection.number] = connection
+        return None
+
+    def forget(self, connection: Connection) -> None:
+        if self.connections.pop(connection.number, None) is not None:
+            self.counters.requests += connection.requests
+            self.counters.bytes_in += connection.bytes_in
+            self.counters.bytes_out += connection.bytes_out
+            if connection.desk is not None:
+                self.counters.stream_items += connection.desk.items
+                self.counters.stream_bytes += connection.desk.bytes
+        self.waiting.pop(connection.number, None)
+
+    def _tick(self) -> None:
+        self.clock_now = now = self.loop.time()
+        limits = self.settings.limits
+        for connection in tuple(self.connections.values()):
+            if connection.desk is not None:
+                connection.desk.tick(now)
+            since = connection.idle_since
+            if since is None:
+                continue
+            if self.users is not None and connection.user is None and now - connection.opened > limits.login:
+                log.info("%s: closed, no login within %.0f s", connection.peer, limits.login)
+                connection.abort()
+            elif limits.idle and now - since > limits.idle:
+                log.info("%s: closed, idle for %.0f s", connection.peer, now - since)
+                connection.abort()
+        self._forget_tap_sessions(now)
+        self._ticker = self.loop.call_later(TICK, self._tick)
+
+    # ── Commits ───────────────────────────────────────────────────────────────────────────────────
+
+    def _on_commit(self, commit: Commit) -> None:
+        self.committed = commit.ticket
+        waiting, self.waiting = self.waiting, {}
+        for number, connection in waiting.items():
+            if connection.release(commit.ticket, commit.error):
+                self.waiting[number] = connection
+        if commit.error is None:
+            self.hub.committed(commit)
+        else:
+            self.counters.failed_commits += 1
+
+    @property
+    def due(self) -> int:
+        """The batch that everything said now rests on. With nothing pending, it is the one being written."""
+        return self.bucket.ticket if self.bucket.pending else self.bucket.ticket - 1
+
+    # ── Partitions ────────────────────────────────────────────────────────────────────────────────
+
+    def partition(self, number: int, *states: State) -> PartitionStore:
+        """The partition, if it exists here and is in one of these states (in any, where none is given)."""
+        if number < len(self.bucket.partitions):
+            store = self.bucket.partitions[number]
+            if not states or store.state in states:
+                return store
+            why = f"partition {number} is {store.state} here; refresh the map and ask its active node"
+        else:
+            why = f"there is no partition {number} here; the last is {len(self.bucket.partitions) - 1}"
+        raise NotMyPartition(why, partition=number)
+
+    def set_state(self, store: PartitionStore, state: State, *, keep: Stream | None = None) -> None:
+        """A clean change of state; the streams of the partition end, except one that causes it."""
+        if store.state is state:
+            return
+        was = store.state
+        store.set_state(state)
+        self._map = None
+        log.info("partition %d: %s, was %s, at %d", store.id, state, was, store.high)
+        self._end_streams(store, keep)
+
+    def hand_over(self, store: PartitionStore, stream: Stream | None, then: Callable[[], None]) -> None:
+        """Takeover: no more writes here. `then` is called once the disk knows."""
+        self.set_state(store, State.DEAD, keep=stream)
+        self.hub.after(self.due, then)
+
+    def promote(self, store: PartitionStore, to: Seqno | None, *, fresh: BranchId) -> Seqno:
+        """Begin a branch where the partition stands, or first go back; answers where it stands now."""
+        self._end_streams(store, None)
+        asked = store.high if to is None else to
+        if to is not None and to < store.high:
+            store.rollback(to)
+        store.promote(fresh)
+        self.hub.reset(store.id)
+        self._map = None
+        log.warning("partition %d: promoted by hand at %d (asked for %d)", store.id, store.high, asked)
+        return Seqno(store.high)
+
+    def flush(self) -> None:
+        """Empty every active partition that holds something."""
+        for store in self.bucket.partitions:
+            if store.state is State.ACTIVE and store.items:
+                store.flush()
+        self.barrier = self.bucket.ticket
+
+    def _end_streams(self, store: PartitionStore, keep: Stream | None) -> None:
+        for stream, follower in tuple(self.hub.lines[store.id].streams.items()):
+            if stream is not keep:
+                assert isinstance(follower, Desk)
+                follower.stop(stream, EndReason.STATE_CHANGED)
+        for follower in tuple(self.hub.followers):
+            follower.lost(store.id)
+
+    def cluster_map(self) -> bytes:
+        """Who holds what, as Couchbase clients read it: this node, and all that is active on it."""
+        if self._map is None:
+            self._revision += 1
+            self._map = json.dumps(self._map_content(), separators=(",", ":")).encode()
+        return self._map
+
+    def _map_content(self) -> dict[str, object]:
+        host = self.settings.host if self.settings.host not in ("0.0.0.0", "::") else "$HOST"
+        held = [[0] if store.state is State.ACTIVE else [-1] for store in self.bucket.partitions]
+        return {
+            "rev": self._revision,
+            "name": self.bucket.name,
+            "uuid": f"{self.bucket.uuid:x}",
+            "nodeLocator": "vbucket",
+            "bucketCapabilities": ["nodesExt", "upr"],
+            "nodes": [{"hostname": f"{host}:{self.port}", "ports": {"direct": self.port}}],
+            "nodesExt": [{"services": {"kv": self.port}, "hostname": host, "thisNode": True}],
+            "vBucketServerMap": {
+                "hashAlgorithm": "CRC",
+                "numReplicas": 0,
+                "serverList": [f"{host}:{self.port}"],
+                "vBucketMap": held,
+            },
+        }
+
+    # ── TAP clients that come back ────────────────────────────────────────────────────────────────
+
+    def tap_session(self, name: str, *, kept: bool) -> TapSession:
+        """The session of a named client, if it is kept and nobody else has it; else a new one."""
+        session = self._tap_sessions.get(name) if kept and name else None
+        if session is None or session.left is None:
+            session = TapSession(name)
+            if kept and name and name not in self._tap_sessions:
+                self._tap_sessions[name] = session
+        session.left = None
+        return session
+
+    def keep_tap_session(self, session: TapSession, *, kept: bool) -> None:
+        self.counters.stream_items += session.items
+        self.counters.stream_bytes += session.bytes
+        session.items = session.bytes = 0
+        if kept and self._tap_sessions.get(session.name) is session:
+            session.left = self.loop.time()
+
+    def _forget_tap_sessions(self, now: float) -> None:
+        kept = self.settings.streams.tap_kept
+        old = [n for n, s in self._tap_sessions.items() if s.left is not None and now - s.left > kept]
+        for name in old:
+            del self._tap_sessions[name]
+
+    def connections_of(self, partition: Partition) -> int:
+        return len(self.hub.lines[partition].streams)

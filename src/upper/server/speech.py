@@ -1,0 +1,89 @@
+"""How a stream's messages look in its dialect, as bytes that need no further work.
+
+Records are stored as packets of UPR, so for a UPR stream only the opaque changes, and the kernel does that. UPR/0
+moves the same fields into another frame. Whatever is said once per stream, or less, goes through the tables of
+`wire`; what is said once per snapshot is packed when the stream opens, and what is said once per record is moved here
+without a message in between. Tests hold it to what the tables of `wire` would have made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from upper import kernel
+from upper.model.messages import (
+    EndReason,
+    Flush,
+    Message,
+    SeqnoAdvanced,
+    SetState,
+    SnapshotEnd,
+    SnapshotMarker,
+    StreamEnd,
+    StreamStart,
+)
+from upper.model.values import Partition, Seqno, State
+from upper.wire.table import Dialect
+from upper.wire.upr import UPR
+from upper.wire.upr0 import UPR0
+
+MUTATION = 0x56
+_NO_TAIL = bytes(12)  # flags, expiration and lock time of a change that has none
+
+
+def upr_records(records: Sequence[bytes], opaque: int) -> bytes:
+    return kernel.join(records if isinstance(records, list) else list(records), opaque)
+
+
+def upr0_records(records: Sequence[bytes], opaque: int) -> bytes:
+    """Mutation, deletion and expiration of UPR/0: sub-types 3, 4 and 5, all with 28 bytes of extras."""
+    number = opaque.to_bytes(4, "big")
+    parts: list[bytes] = []
+    for record in records:
+        kind = bytes((record[1] - MUTATION + 3,))
+        if record[1] == MUTATION:
+            parts += (b"\x81\x04", record[2:5], kind, record[6:12], number, record[16:])
+        else:
+            body = int.from_bytes(record[8:12], "big") + 12
+            head = (b"\x81\x04", record[2:4], b"\x1c", kind, record[6:8], body.to_bytes(4, "big"), number)
+            parts += (*head, record[16:40], _NO_TAIL, record[40:])
+    return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """The words of one dialect."""
+
+    dialect: Dialect
+    records: Callable[[Sequence[bytes], int], bytes]
+    exact: bool  # can say that history went on without a record for this consumer
+    states: bool  # can hand a partition over
+
+    def _say(self, message: Message) -> bytes:
+        return self.dialect.encode(message)
+
+    def start(self, partition: Partition, opaque: int) -> bytes:
+        return self._say(StreamStart(partition=partition, opaque=opaque))
+
+    def end(self, partition: Partition, opaque: int, reason: EndReason) -> bytes:
+        return self._say(StreamEnd(partition=partition, opaque=opaque, reason=reason))
+
+    def snapshot_start(self, partition: Partition, opaque: int) -> bytes:
+        return self._say(SnapshotMarker(partition=partition, opaque=opaque))
+
+    def snapshot_end(self, partition: Partition, opaque: int) -> bytes:
+        return self._say(SnapshotEnd(partition=partition, opaque=opaque))
+
+    def flush(self, partition: Partition, opaque: int) -> bytes:
+        return self._say(Flush(partition=partition, opaque=opaque))
+
+    def state(self, partition: Partition, opaque: int, state: State) -> bytes:
+        return self._say(SetState(partition=partition, opaque=opaque, state=state))
+
+    def advance(self, partition: Partition, opaque: int, seqno: Seqno) -> bytes:
+        return self._say(SeqnoAdvanced(partition=partition, opaque=opaque, seqno=seqno))
+
+
+IN_UPR = Speech(UPR, upr_records, exact=True, states=True)
+IN_UPR0 = Speech(UPR0, upr0_records, exact=False, states=False)
