@@ -1,8 +1,8 @@
 """The bucket: all partitions of one data directory, one open batch, one writer.
 
 All state belongs to one thread, the loop's. What was changed lies in `pending`; when the writer is idle the
-open batch is handed over and becomes one frame, one write, one fdatasync. When that is done the durable seqnos
-move and subscribers hear of it (`Commit`). Everything that arrives meanwhile makes the next batch.
+open batch is handed over and becomes one frame, one write, one fdatasync. Then the durable seqnos move and
+subscribers hear of it (`Commit`). Everything that arrives meanwhile makes the next batch.
 
 When a write or an fdatasync fails, nothing of that batch counts: the partitions it touched are read again
 from disk as of the last good batch, whoever waited gets the error, and from then on the bucket only
@@ -91,7 +91,7 @@ def fresh_branch() -> BranchId:
 
 
 class Bucket:
-    """Use `Bucket.open`. Without `attach`, `commit()` writes what is pending; with it, batches write themselves."""
+    """Use `Bucket.open`. Without `attach`, `commit()` writes what is pending; with it nobody needs to."""
 
     def __init__(
         self,
@@ -230,18 +230,15 @@ class Bucket:
     def _load_files(self, loader: Loader, floor: load.Floor) -> list[Path]:
         """Each partition's newest file; returns what nobody needs any more."""
         leftovers = list((self.directory / "partitions").glob("*.new"))
-        found = load.partition_paths(self.directory)
+        for number, path in load.pack_paths(self.directory):
+            file = self.files.add(path, number=number, size=path.stat().st_size)
+            loader.load_file(file)
+            self.rewriter.saw(number)
+            if not file.holders:
+                leftovers.append(path)
         for store, needed in zip(self.partitions, floor.files, strict=True):
-            paths = found.get(store.id, [])
-            number = paths[-1][0] if paths else 0
-            if number < needed:
+            if (0 if store.file is None else store.file.number) < needed:
                 load.refuse(load.Finding(f"partition {store.id}", f"its file number {needed} is missing"))
-            if paths:
-                path = paths[-1][1]
-                file = self.files.add(path, number=number, size=path.stat().st_size)
-                loader.load_file(store, file)
-                leftovers.extend(older for _, older in paths[:-1])
-                self.rewriter.saw(number)
         return leftovers
 
     def _settle(self, tail: load.Tail, leftovers: list[Path]) -> None:
@@ -302,7 +299,7 @@ class Bucket:
             os.close(self._lock)
 
     def abandon(self) -> None:
-        """Let go of everything as a crash would: nothing more is written. For tests and for a failing node."""
+        """Let go of everything as a crash would: nothing more is written. For tests."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -324,7 +321,7 @@ class Bucket:
     # ── Group commit ──────────────────────────────────────────────────────────────────────────────
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From here on batches are written beside this loop, and sweeping and compaction run by themselves."""
+        """From here on batches are written beside this loop; sweeping and compaction run by themselves."""
         self._loop = loop
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="upper-journal")
         self.rewriter.start(loop)
@@ -338,7 +335,7 @@ class Bucket:
         return lambda: self._subscribers.remove(listener)
 
     def kick(self) -> None:
-        """Something was appended to `pending`: it is handed over at the end of this turn if the writer is idle."""
+        """Something was appended to `pending`: it is handed over at the end of this turn, or next in line."""
         if self._loop is not None and not self._scheduled and self._writing is None:
             self._scheduled = True
             self._loop.call_soon(self._hand_over)
@@ -506,9 +503,11 @@ class Bucket:
             expiry=self.expiry,
             quota=self.settings.memory_quota,
         )
-        for store, copy in zip(stores, copies, strict=True):
-            if store.file is not None:
-                loader.load_file(copy, store.file)
+        # Copies are passing: whose file it is does not change.
+        for file in sorted({store.file for store in stores if store.file}, key=lambda file: -file.number):
+            held = file.holders
+            loader.load_file(file)
+            file.holders = held
         loader.load_journal(self.done + 1, known=self.journal.segments, until=self.done)
         loader.finish()
         return copies
@@ -624,6 +623,6 @@ def _create(directory: Path, disk: Disk, name: str, partitions: int) -> Identity
 
 def _not_writable(directory: Path, error: OSError) -> NotWritable:
     return NotWritable(
-        f"{directory} cannot be written ({error.strerror or error}); reads go on, writes need a disk that works "
-        "and a restart"
+        f"{directory} cannot be written ({error.strerror or error}); reads go on, and writes need "
+        "a disk that works and a restart"
     )

@@ -39,13 +39,14 @@ def location(seqno: int, slot: int, offset: int, length: int) -> int:
 class File:
     """One file of the bucket. It is opened when somebody first reads from it."""
 
-    __slots__ = ("_disk", "fd", "gone", "number", "path", "pins", "size", "slot")
+    __slots__ = ("_disk", "fd", "gone", "holders", "number", "path", "pins", "size", "slot")
 
     def __init__(self, disk: Disk, path: Path, *, number: int, size: int, slot: int) -> None:
         self._disk = disk
         self.path, self.number, self.size, self.slot = path, number, size, slot
         self.fd = -1
         self.pins = 0
+        self.holders = 0  # partitions whose records it holds
         self.gone = False
 
     def read(self, offset: int, size: int) -> bytes:
@@ -91,7 +92,7 @@ class Files:
         # Seqno and length are all that memory still knows of it: enough to notice that it is another.
         if len(record) != length or record[24:32] != (place >> SEQNO_SHIFT).to_bytes(8, "big"):
             raise Corrupt(
-                f"{file.path} does not hold the record that was written there; stop the node and run `upper check`"
+                f"{file.path} does not hold what was written there; stop the node and run `upper check`"
             )
         return record
 
@@ -108,6 +109,13 @@ class Files:
             file.pins -= 1
             if file.gone and not file.pins:
                 self._release(file)
+
+    def drop(self, file: File | None) -> None:
+        """One partition less needs it."""
+        if file is not None:
+            file.holders -= 1
+            if not file.holders:
+                self.remove(file)
 
     def remove(self, file: File) -> None:
         """Unlink the file; its slot and descriptor go when nobody reads from it any more."""

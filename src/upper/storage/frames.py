@@ -1,6 +1,6 @@
 """Frames: how records lie in files. The journal's segments and the partitions' files share this.
 
-A file begins with 48 bytes: magic (8), format version u32, partition u32 (journal: 2^32 - 1), bucket
+A file begins with 48 bytes: magic (8), format version u32, sections u32 (journal: 0), bucket
 uuid u64, file number u64, batch u64 (a segment: the number of its first batch; a partition's file: the
 last batch whose changes it holds), CRC u32 of the 40 bytes before, and four bytes of zero.
 
@@ -26,7 +26,6 @@ from upper.errors import Corrupt, WrongVersion
 FORMAT: Final = 1
 JOURNAL_MAGIC: Final = b"upperJNL"
 PARTITION_MAGIC: Final = b"upperPRT"
-NO_PARTITION: Final = 0xFFFFFFFF
 _FILE = Struct(">8sIIQQQ")  # then the CRC
 FILE_HEADER: Final = _FILE.size + 8  # CRC u32, and four bytes of zero
 _FRAME = Struct(">4sIQQQ")
@@ -36,7 +35,7 @@ FRAME_MAGIC: Final = b"uFRM"
 
 
 class FileHeader(NamedTuple):
-    partition: int
+    sections: int
     uuid: int
     number: int
     batch: int
@@ -61,7 +60,7 @@ class Ending(Enum):
 
 
 def file_header(magic: bytes, header: FileHeader) -> bytes:
-    head = _FILE.pack(magic, FORMAT, header.partition, header.uuid, header.number, header.batch)
+    head = _FILE.pack(magic, FORMAT, header.sections, header.uuid, header.number, header.batch)
     return head + crc32(head).to_bytes(4, "big") + bytes(4)
 
 
@@ -69,7 +68,7 @@ def read_file_header(data: bytes, magic: bytes, path: Path) -> FileHeader:
     """The header, or Corrupt / WrongVersion naming the file."""
     if len(data) < FILE_HEADER:
         raise Corrupt(f"{path} ends within its header; run `upper check` on the directory")
-    found, version, partition, uuid, number, batch = _FILE.unpack_from(data)
+    found, version, sections, uuid, number, batch = _FILE.unpack_from(data)
     if found != magic:
         raise Corrupt(f"{path} does not begin as such a file should; run `upper check` on the directory")
     if int.from_bytes(data[_FILE.size : _FILE.size + 4], "big") != crc32(data[: _FILE.size]):
@@ -78,7 +77,7 @@ def read_file_header(data: bytes, magic: bytes, path: Path) -> FileHeader:
         raise WrongVersion(
             f"{path} has format {version} and this version knows {FORMAT}; use the version that wrote it"
         )
-    return FileHeader(partition, uuid, number, batch)
+    return FileHeader(sections, uuid, number, batch)
 
 
 def frame(number: int, clock: int, payload: bytes) -> bytes:
@@ -88,7 +87,7 @@ def frame(number: int, clock: int, payload: bytes) -> bytes:
 
 
 class Frames:
-    """The whole frames of a file's bytes, in order; afterwards `ending` and `at` say how and where they end."""
+    """The whole frames of a file's bytes, in order; then `ending` and `at` say how and where they end."""
 
     def __init__(self, data: bytes, start: int = FILE_HEADER) -> None:
         self._data = data

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from upper.storage.disk import write_all
 from upper.storage.files import File, Files
-from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, NO_PARTITION, FileHeader, file_header, frame
+from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, FileHeader, file_header, frame
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Journal:
         number = self.segments[-1].file.number + 1 if self.segments else 1
         path = segment_path(self.directory, number)
         fd = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
-        header = file_header(JOURNAL_MAGIC, FileHeader(NO_PARTITION, self.uuid, number, first))
+        header = file_header(JOURNAL_MAGIC, FileHeader(0, self.uuid, number, first))
         try:
             write_all(disk, fd, header)
             disk.fdatasync(fd)

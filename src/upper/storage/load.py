@@ -39,7 +39,7 @@ from upper.storage.partition import PartitionStore
 
 CHECK = "run `upper check` on the directory"
 _SEGMENT = re.compile(r"(\d{8,})\.log")
-_PARTITION = re.compile(r"(\d{5})\.(\d{8,})\.part")
+_PACK = re.compile(r"(\d{8,})\.part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +158,14 @@ def segment_paths(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def partition_paths(directory: Path) -> dict[int, list[tuple[int, Path]]]:
-    """The files of each partition by number, oldest first: the last one counts."""
-    found: dict[int, list[tuple[int, Path]]] = {}
-    for path in sorted((directory / "partitions").iterdir()):
-        if match := _PARTITION.fullmatch(path.name):
-            found.setdefault(int(match[1]), []).append((int(match[2]), path))
-    for paths in found.values():
-        paths.sort()
-    return found
+def pack_paths(directory: Path) -> list[tuple[int, Path]]:
+    """Partition files by number, newest first: a partition is in the first that has a section of it."""
+    found = ((_PACK.fullmatch(path.name), path) for path in (directory / "partitions").iterdir())
+    return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
 
-def partition_path(directory: Path, partition: int, number: int) -> Path:
-    return directory / "partitions" / f"{partition:05d}.{number:08d}.part"
+def partition_path(directory: Path, number: int) -> Path:
+    return directory / "partitions" / f"{number:08d}.part"
 
 
 @dataclass(slots=True)
@@ -218,26 +213,41 @@ class Loader:
 
     # ── Partition files ───────────────────────────────────────────────────────────────────────────
 
-    def load_file(self, store: PartitionStore, file: File) -> None:
-        """Everything that one partition's file says."""
+    def load_file(self, file: File) -> None:
+        """Every section of a file whose partition is wanted and was in no newer file."""
         where = file.path.name
         try:
             header = read_file_header(file.read(0, FILE_HEADER), PARTITION_MAGIC, file.path)
-            if header[:3] != (store.id, self._uuid, file.number):
-                raise Corrupt("its header belongs to another file")
+            if header[1:3] != (self._uuid, file.number):
+                raise Corrupt("its header belongs to another bucket or file")
         except Corrupt as error:
             self._problem(Finding(where, str(error)))
             return
-        self.covered[store.id] = header.batch
-        self._wake(store)
+        store: PartitionStore | None = None
         facts: records.Facts | None = None
+        sections = 0
         for at, payload in self._file_frames(file, where):
-            if facts is None:
-                facts = self._head(store, payload)
-                continue
-            self._apply(payload, 0, len(payload), file, at)
+            if payload[1] == records.FACTS:
+                self._check_counts(store, facts, where)
+                store = self._section(payload, header.batch, file)
+                facts = None if store is None else self._head(store, payload)
+                sections += 1
+            elif store is not None:
+                self._apply(payload, 0, len(payload), file, at)
         self._check_counts(store, facts, where)
+        if sections != header.sections:
+            self._problem(Finding(where, f"it holds {sections} partitions and should hold {header.sections}"))
+
+    def _section(self, payload: bytes, batch: int, file: File) -> PartitionStore | None:
+        """The partition whose section begins here, if it is wanted from this file."""
+        store = self.stores.get(payload[6] << 8 | payload[7])
+        if store is None or store.id in self.covered:
+            return None
+        self.covered[store.id] = batch
         store.file = file
+        file.holders += 1
+        self._wake(store)
+        return store
 
     def _file_frames(self, file: File, where: str) -> Iterator[tuple[int, bytes]]:
         """(offset of the payload, payload), frame by frame, so that a large file needs little memory."""
@@ -269,14 +279,12 @@ class Loader:
         store._complete = facts.complete
         return facts
 
-    def _check_counts(self, store: PartitionStore, facts: records.Facts | None, where: str) -> None:
-        if facts is None:
-            self._problem(Finding(where, "it holds no facts about its partition"))
+    def _check_counts(self, store: PartitionStore | None, facts: records.Facts | None, where: str) -> None:
+        if store is None or facts is None:
             return
         if len(store.items) != facts.entries:
-            self._problem(
-                Finding(where, f"it holds {len(store.items)} entries and should hold {facts.entries}")
-            )
+            found = f"{len(store.items)} entries of partition {store.id}"
+            self._problem(Finding(where, f"it holds {found} and should hold {facts.entries}"))
         self._highs[store.id] = facts.high
 
     # ── The journal ───────────────────────────────────────────────────────────────────────────────
@@ -456,7 +464,7 @@ class Loader:
                 self._touched(store, segment.first)
 
     def _touched(self, store: PartitionStore, first: int) -> None:
-        """The partition needs the journal from about here on; exact to the segment, which is what is deleted."""
+        """The partition needs the journal from here on: exact to the segment, as deleting is."""
         if store.first_batch is None:
             store.first_batch = max(first, self.covered.get(store.id, 0) + 1)
 

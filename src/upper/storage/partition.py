@@ -163,7 +163,7 @@ class PartitionStore:
         return self._live(key)
 
     def changes_after(self, seqno: Seqno) -> Changes:
-        """Each key that changed after `seqno` once, as of now, in order. Stays what it is while others write."""
+        """Each key that changed after `seqno`, once, in order, as of now: later writes do not touch it."""
         self._readable()
         entries = kernel.after(self.items, seqno) if seqno else list(self.items.values())
         return Changes(self.bucket.files, entries, end=Seqno(self.high), evicted=bool(self.evicted))
@@ -220,7 +220,8 @@ class PartitionStore:
         self._writable(key)
         item = self._unlocked(key)
         self._mutate(
-            key, item.value, flags=item.flags, expiration=item.expiration, data_type=item.data_type, lock_time=until
+            key, item.value, flags=item.flags, expiration=item.expiration, data_type=item.data_type,
+            lock_time=until,
         )  # fmt: skip
         return records.item_of(self._fetch(self.items[key]))
 

@@ -85,7 +85,8 @@ def mutation(
 ) -> bytes:
     body = 28 + len(key) + len(value)
     head = _MUTATION.pack(
-        REQUEST, MUTATION, len(key), 28, data_type, partition, body, 0, cas, seqno, revision, flags, expiration, lock_time
+        REQUEST, MUTATION, len(key), 28, data_type, partition, body, 0,
+        cas, seqno, revision, flags, expiration, lock_time,
     )  # fmt: skip
     return b"".join((head, key, value))
 

@@ -4,7 +4,7 @@ Compaction works on a few partitions at a time. It begins at the one moment when
 is after a batch (`after_batch`), writes in a thread of its own, and ends in the loop again. It is due when
 the disk holds too much beside the live data. It works only a share of its time, unless the disk fills faster
 than that. The partitions that hold back the oldest journal segment go first, or, when old values in
-partition files are the larger part, those with the most of them.
+partition files are the larger part, the file with the most of them.
 
 A rollback is a rewriting too: the partition as it stood at an earlier complete snapshot goes into a file that
 holds every batch so far. Giving that file its name is the rollback; before, nothing has happened.
@@ -13,7 +13,6 @@ holds every batch so far. Giving that file its name is the rollback; before, not
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING
 from upper.errors import NotWritable, StorageError
 from upper.model.values import ZERO, BranchId, FailoverLog, Seqno, Version
 from upper.storage import compact, load, records
+from upper.storage.files import File
 from upper.storage.frames import Frames
 from upper.storage.partition import PartitionStore
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("upper.storage")
 
-GROUP = 32  # partitions rewritten together: one sync of the directory for all
-GROUP_BYTES = 8 << 20
+PACK_BYTES = 8 << 20  # partitions share a file up to this size: one sync for all of them
+PACK_PARTITIONS = 256
 URGENT = 0.4  # so much past the mark, in multiples of the live data, the rewriter takes all of its time
 
 
@@ -42,7 +42,7 @@ class Rewriter:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: ThreadPoolExecutor | None = None
         self._chosen: list[PartitionStore] = []
-        self._jobs: list[compact.Job] = []
+        self._packs: list[compact.Pack] = []
         self._closed = False
         self._urgent = False
         self.rewritten = 0  # bytes, since the bucket was opened
@@ -59,9 +59,9 @@ class Rewriter:
     def cancel(self) -> None:
         """The journal failed: what is being written may hold what never was."""
         self._chosen = []
-        for job in self._jobs:
-            job.cancelled = True
-            job.committed.set()
+        for pack in self._packs:
+            pack.cancelled = True
+            pack.committed.set()
 
     def close(self, *, wait: bool = True) -> None:
         self._closed = True
@@ -74,33 +74,33 @@ class Rewriter:
     @property
     def disk_use(self) -> int:
         """Bytes of all journal segments and partition files."""
-        files = sum(store.file.size for store in self._bucket.partitions if store.file is not None)
-        return files + self._bucket.journal.size
+        files = {store.file for store in self._bucket.partitions if store.file is not None}
+        return sum(file.size for file in files) + self._bucket.journal.size
 
     def written(self, size: int) -> None:
         """A batch is on disk."""
-        for job in self._jobs:
-            if job.batch <= self._bucket.done:
-                job.committed.set()
+        for pack in self._packs:
+            if pack.batch <= self._bucket.done:
+                pack.committed.set()
         if size:
             self._consider()
 
     def tick(self) -> None:
         """Once in a while, whether or not anything was written."""
-        if self._loop is None or self._jobs or self._chosen or not self._bucket.settings.compact:
+        if self._loop is None or self._packs or self._chosen or not self._bucket.settings.compact:
             return
         self._consider()
-        if not self._chosen and not self._jobs:
+        if not self._chosen and not self._packs:
             self._choose(self._old_deletions())
 
     def after_batch(self, batch: int) -> None:
         """Memory is what it is after this batch: partitions that were chosen are taken down now."""
-        if self._chosen and not self._jobs:
+        if self._chosen and not self._packs:
             self._launch(batch)
 
     def _consider(self) -> None:
         bucket = self._bucket
-        if self._loop is None or self._jobs or self._chosen or self._closed or not bucket.settings.compact:
+        if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
             return
         use = self.disk_use
         mark = bucket.settings.compact_at * bucket.live + bucket.settings.compact_floor
@@ -115,17 +115,35 @@ class Rewriter:
             self._launch(self._bucket.ticket - 1)
 
     def _most_wasteful(self) -> list[PartitionStore]:
+        """The partitions of the one file that is best rewritten next."""
         bucket = self._bucket
-        files = [store for store in bucket.partitions if store.file is not None]
-        waste = sum(max(0, store.file.size - store.size) for store in files if store.file is not None)
-        if bucket.journal.size < waste:
-            ranked = heapq.nlargest(GROUP, files, key=_waste)
-            return _within(store for store in ranked if _waste(store) > 4096)
-        dirty = [store for store in bucket.partitions if store.first_batch is not None]
-        return _within(heapq.nsmallest(GROUP, dirty, key=lambda store: store.first_batch or 0))
+        waste: dict[File, int] = {}
+        for store in bucket.partitions:
+            if store.file is not None:
+                waste[store.file] = waste.get(store.file, store.file.size) - store.size
+        if bucket.journal.size < sum(waste.values()):
+            worst = max(waste, key=waste.__getitem__)
+            return [store for store in bucket.partitions if store.file is worst]
+        dirty = (store for store in bucket.partitions if store.first_batch is not None)
+        oldest = min(dirty, key=lambda store: store.first_batch or 0, default=None)
+        return [] if oldest is None else self._together_with(oldest)
+
+    def _together_with(self, seed: PartitionStore) -> list[PartitionStore]:
+        """Whoever shares its file; for one that has none yet, others that have none, up to a pack."""
+        if seed.file is not None:
+            return [store for store in self._bucket.partitions if store.file is seed.file]
+        found: list[PartitionStore] = []
+        size = 0
+        for store in self._bucket.partitions[seed.id :]:
+            if store.file is None:
+                if found and (size + store.size > PACK_BYTES or len(found) == PACK_PARTITIONS):
+                    break
+                found.append(store)
+                size += store.size
+        return found
 
     def _old_deletions(self) -> list[PartitionStore]:
-        """Partitions whose deletions have been kept for long enough, going by when they were last looked at."""
+        """Partitions whose deletions have been kept for long enough, by when they were last looked at."""
         now, age = self._bucket.clock.seconds(), self._bucket.settings.purge_age
         due: list[PartitionStore] = []
         for store in self._bucket.partitions:
@@ -133,72 +151,84 @@ class Rewriter:
                 store.purge_at = None
             elif store.purge_at is None:
                 store.purge_at = now + age
-            elif store.purge_at <= now and len(due) < GROUP:
+            elif store.purge_at <= now and len(due) < PACK_PARTITIONS:
                 store.purge_at = now + max(age, 1.0)
                 due.append(store)
         return due
 
     def _launch(self, batch: int) -> None:
         chosen, self._chosen = self._chosen, []
-        self._jobs = [self._job(store, batch) for store in chosen if not store.compacting]
-        for job in self._jobs:
-            if job.batch <= self._bucket.done:
-                job.committed.set()
-        if self._jobs:
+        self._packs = self._make_packs([store for store in chosen if not store.compacting], batch)
+        for pack in self._packs:
+            pack.share = self._share
+            if pack.batch <= self._bucket.done:
+                pack.committed.set()
+        if self._packs:
             assert self._worker is not None
-            self._worker.submit(self._run, self._jobs)
+            self._worker.submit(self._run, self._packs)
 
-    def _job(self, store: PartitionStore, batch: int) -> compact.Job:
+    def _share(self) -> float:
+        return 1.0 if self._urgent or self._closed else self._bucket.settings.compact_share
+
+    def _make_packs(self, stores: list[PartitionStore], batch: int) -> list[compact.Pack]:
+        """Take down these partitions, and share them out to files."""
+        bucket, quota = self._bucket, self._bucket.settings.memory_quota
+        crowded = quota is not None and bucket.resident > 0.75 * quota
+        packs: list[compact.Pack] = []
+        sections: list[compact.Section] = []
+        size = 0
+        for store in stores:
+            if sections and (size + store.size > PACK_BYTES or len(sections) == PACK_PARTITIONS):
+                packs.append(self._pack(sections, batch))
+                sections, size = [], 0
+            store.compacting = True
+            sections.append(compact.take_down(store, move_out=store.resident // 2 if crowded else 0))
+            size += store.size
+        if sections:
+            packs.append(self._pack(sections, batch))
+        return packs
+
+    def _pack(self, sections: list[compact.Section], batch: int) -> compact.Pack:
         bucket = self._bucket
         self._number += 1
-        job = compact.begin(
-            store,
-            bucket.files,
-            batch=batch,
+        return compact.Pack(
+            path=load.partition_path(bucket.directory, self._number),
             number=self._number,
-            path=load.partition_path(bucket.directory, store.id, self._number),
+            batch=batch,
             uuid=bucket.uuid,
             clock=bucket.clock.last,
+            sections=sections,
+            pins=compact.pins(bucket.files, sections),
+            purge_before=max(0, int(bucket.clock.seconds() - bucket.settings.purge_age)) * 1_000_000_000,
         )
-        store.compacting = True
-        job.purge_before = max(0, bucket.clock.seconds() - int(bucket.settings.purge_age)) * 1_000_000_000
-        quota = bucket.settings.memory_quota
-        if quota is not None and bucket.resident > 0.75 * quota:
-            job.move_out = store.resident // 2
-        if self._loop is not None:
-            job.share = lambda: 1.0 if self._urgent or self._closed else bucket.settings.compact_share
-        return job
 
-    def _run(self, jobs: list[compact.Job]) -> None:
+    def _run(self, packs: list[compact.Pack]) -> None:
         """In the worker: write, wait for the batch, give the files their names."""
         error: Exception | None = None
         try:
-            self._write(jobs)
+            self._write(packs)
         except (OSError, StorageError) as caught:
             error = caught
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._finish, jobs, error)
+            self._loop.call_soon_threadsafe(self._finish, packs, error)
 
-    def _write(self, jobs: list[compact.Job]) -> None:
-        disk, files = self._bucket.disk, self._bucket.files
-        for job in jobs:
-            if not job.cancelled:
-                compact.write(disk, files, job)
-        for job in jobs:
-            job.committed.wait()
-            if not job.cancelled:
-                disk.rename(job.fresh, job.path)
-        disk.sync_directory(jobs[0].path.parent)
+    def _write(self, packs: list[compact.Pack]) -> None:
+        for pack in packs:
+            if not pack.cancelled:
+                compact.write(self._bucket.disk, self._bucket.files, pack)
+        compact.install(self._bucket.disk, packs)
 
-    def _finish(self, jobs: list[compact.Job], error: Exception | None) -> None:
+    def _finish(self, packs: list[compact.Pack], error: Exception | None) -> None:
         """In the loop: memory follows, a slice a turn."""
         if self._bucket.closed:
             return
         if error is not None:
             log.error("bucket %s: compaction stopped: %s", self._bucket.name, error)
-            self._discard(jobs)
+            for pack in packs:
+                self._discard(pack)
+            self._packs = []
             return
-        self._step(self._adopt(jobs))
+        self._step(self._adopt(packs))
 
     def _step(self, steps: Iterator[None]) -> None:
         if self._bucket.closed:
@@ -209,36 +239,41 @@ class Rewriter:
             return
         self._consider()
 
-    def _discard(self, jobs: list[compact.Job]) -> None:
-        for job in jobs:
-            job.store.compacting = False
-            self._bucket.files.unpin(job.pinned)
-            for path in (job.fresh, job.path):
-                try:
-                    self._bucket.disk.unlink(path)
-                except OSError:
-                    pass  # opening the directory deletes it
-        self._jobs = []
+    def _discard(self, pack: compact.Pack) -> None:
+        for section in pack.sections:
+            section.store.compacting = False
+        self._bucket.files.unpin(pack.pins)
+        for path in (pack.fresh, pack.path):
+            try:
+                self._bucket.disk.unlink(path)
+            except OSError:
+                pass  # opening the directory deletes it
 
-    def _adopt(self, jobs: list[compact.Job]) -> Iterator[None]:
-        bucket = self._bucket
-        for job in jobs:
-            store = job.store
-            if job.cancelled or store.epoch != job.epoch:
-                self._discard([job])
+    def _adopt(self, packs: list[compact.Pack]) -> Iterator[None]:
+        files = self._bucket.files
+        for pack in packs:
+            if pack.cancelled:
+                self._discard(pack)
                 continue
-            file = bucket.files.add(job.path, number=job.number, size=job.size)
-            old, store.file = store.file, file
-            yield from compact.adopt(bucket.files, job, file)
-            if old is not None:
-                bucket.files.remove(old)
-            bucket.files.unpin(job.pinned)
-            store.compacting = False
-            if store.epoch == job.epoch:
-                store.first_batch = None if store.last_batch <= job.batch else job.batch + 1
-            self.rewritten += job.size
+            file = files.add(pack.path, number=pack.number, size=pack.size)
+            file.holders += 1  # ours, until every partition has moved in
+            for section in pack.sections:
+                store = section.store
+                store.compacting = False
+                # A partition that was rolled back meanwhile has a newer file than this one.
+                if store.epoch == section.epoch:
+                    old, store.file = store.file, file
+                    file.holders += 1
+                    yield from compact.adopt(section, file)
+                    files.drop(old)
+                if store.epoch == section.epoch:
+                    store.first_batch = None if store.last_batch <= pack.batch else pack.batch + 1
+                yield
+            files.drop(file)
+            files.unpin(pack.pins)
+            self.rewritten += pack.size
         self.runs += 1
-        self._jobs = []
+        self._packs = []
         self._forget()
 
     def _forget(self) -> None:
@@ -260,23 +295,19 @@ class Rewriter:
 
     def compact_now(self, stores: list[PartitionStore]) -> None:
         """The same without a loop in between: for tools, tests and repairs."""
-        for store in stores:
-            if store.compacting:
-                continue
-            job = self._job(store, self._bucket.done)
-            job.share = lambda: 1.0
-            job.committed.set()
-            try:
-                self._write([job])
-            except OSError as error:
-                self._discard([job])
-                raise NotWritable(
-                    f"partition {store.id} could not be rewritten ({error.strerror}); the old file stays"
-                ) from error
-            jobs, self._jobs = self._jobs, []
-            for _ in self._adopt([job]):
-                pass
-            self._jobs = jobs
+        packs = self._make_packs([store for store in stores if not store.compacting], self._bucket.done)
+        for pack in packs:
+            pack.committed.set()
+        try:
+            self._write(packs)
+        except OSError as error:
+            for pack in packs:
+                self._discard(pack)
+            raise NotWritable(f"rewriting failed ({error.strerror}); all is as it was") from error
+        running = self._packs
+        for _ in self._adopt(packs):
+            pass
+        self._packs = running
 
     # ── Rollback ──────────────────────────────────────────────────────────────────────────────────
 
@@ -288,26 +319,22 @@ class Rewriter:
         kept = tuple(version for version in store.log if version.seqno <= earlier.high)
         earlier.state = store.state
         earlier.log = FailoverLog(kept or (Version(fresh, ZERO),))
-        earlier.file, earlier.epoch = store.file, store.epoch
-        job = self._job(earlier, bucket.done)
-        job.share = lambda: 1.0
-        job.move_out = job.purge_before = 0
+        pack = self._pack([compact.take_down(earlier)], bucket.done)
+        pack.purge_before = 0
+        pack.committed.set()
         try:
-            compact.write(bucket.disk, bucket.files, job)
-            compact.install(bucket.disk, job)
+            self._write([pack])
         except OSError as error:
-            self._discard([job])
+            self._discard(pack)
             raise NotWritable(
                 f"partition {store.id} could not be rolled back ({error.strerror}); it stays at {store.high}"
             ) from error
         old, before = store.file, store.high
         store.become(earlier)
-        store.file = bucket.files.add(job.path, number=job.number, size=job.size)
-        for _ in compact.adopt(bucket.files, _for(job, store), store.file):
-            pass
-        if old is not None:
-            bucket.files.remove(old)
-        bucket.files.unpin(job.pinned)
+        store.file = bucket.files.add(pack.path, number=pack.number, size=pack.size)
+        store.file.holders += 1
+        bucket.files.drop(old)
+        bucket.files.unpin(pack.pins)
         store.first_batch = None
         bucket.served(store)
         log.info("partition %d: rolled back %d → %d, asked for %d", store.id, before, store.high, to)
@@ -318,11 +345,14 @@ class Rewriter:
         bucket = self._bucket
         earlier = PartitionStore(bucket, store.id, state=store.state, log=store.log)
         loader = load.Loader(
-            bucket.directory, bucket.files, uuid=bucket.uuid, partitions=len(bucket.partitions), stores=[earlier]
+            bucket.directory, bucket.files, uuid=bucket.uuid, partitions=len(bucket.partitions),
+            stores=[earlier],
         )  # fmt: skip
         covered = 0
         if store.file is not None:
-            loader.load_file(earlier, store.file)
+            held = store.file.holders
+            loader.load_file(store.file)
+            store.file.holders = held  # the copy is passing
             loader.finish()
             covered = loader.covered[store.id]
         packets = self._packets(store, covered)
@@ -355,7 +385,7 @@ class Rewriter:
 
 
 def _newest_complete(start: PartitionStore, packets: list[bytes], to: int) -> int | None:
-    """How many of the packets to apply to end at a complete snapshot at or below `to`; None if none will do."""
+    """How many of the packets lead to a complete snapshot at or below `to`; None if no number does."""
     high, open_snapshot = start.high, start.incoming is not None
     best = 0 if not open_snapshot and high <= to else None
     for index, packet in enumerate(packets, 1):
@@ -371,25 +401,3 @@ def _newest_complete(start: PartitionStore, packets: list[bytes], to: int) -> in
         if not open_snapshot and high <= to:
             best = index
     return best
-
-
-def _waste(store: PartitionStore) -> int:
-    return 0 if store.file is None else store.file.size - store.size
-
-
-def _within(stores: Iterator[PartitionStore] | list[PartitionStore]) -> list[PartitionStore]:
-    """As many as make a group, at least one."""
-    group: list[PartitionStore] = []
-    size = 0
-    for store in stores:
-        if group and size + store.size > GROUP_BYTES:
-            break
-        group.append(store)
-        size += store.size
-    return group
-
-
-def _for(job: compact.Job, store: PartitionStore) -> compact.Job:
-    """The same job, about the partition that has become what the job wrote."""
-    job.store, job.epoch = store, store.epoch
-    return job

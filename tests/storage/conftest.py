@@ -1,0 +1,72 @@
+"""Buckets in temporary directories, a clock that tests own, and both kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from upper import kernel
+from upper.storage import Bucket, StorageSettings
+
+QUIET = StorageSettings(compact=False)
+FUNCTIONS = ("after", "group", "join", "latest", "measure", "replay", "run", "scan")
+
+
+class Wall:
+    """A wall clock that moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> int:
+        return int(self.now * 1_000_000_000)
+
+
+Open = Callable[..., Bucket]
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test runs once with each twin."""
+    name: str = request.param
+    try:
+        twin = import_module("upper.kernel.plain" if name == "plain" else "upper.kernel._compiled")
+    except ImportError:
+        pytest.skip("the kernel was not compiled here")
+    for function in FUNCTIONS:
+        monkeypatch.setattr(kernel, function, getattr(twin, function))
+    return name
+
+
+@pytest.fixture
+def wall() -> Wall:
+    return Wall()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def opened(directory: Path, wall: Wall) -> Iterator[Open]:
+    """`opened(...)`: the bucket of this test, opened (again); whatever is open at the end is closed."""
+    buckets: list[Bucket] = []
+
+    def open_it(settings: StorageSettings = QUIET, **options: object) -> Bucket:
+        for bucket in buckets:
+            bucket.close()
+        options.setdefault("time_ns", wall)
+        if not (directory / "bucket.json").exists():
+            options.setdefault("partitions", 4)
+        bucket = Bucket.open(directory, settings, **options)  # type: ignore[arg-type]
+        buckets.append(bucket)
+        return bucket
+
+    yield open_it
+    for bucket in buckets:
+        if not bucket.closed:
+            bucket.abandon()
