@@ -1,0 +1,216 @@
+"""The kernel against its plain twin, and against what no kernel can beat: memcpy and pyarrow's own copy.
+
+Items of a 16-byte key and a 100-byte value, in 1024 partitions, as everywhere in these benchmarks.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from struct import pack
+from types import ModuleType
+from typing import Any
+
+from bench import Row, resident
+from bench import seconds as wall_seconds
+from upper.kernel import plain
+
+try:
+    from upper.kernel import _compiled
+except ImportError:
+    KERNELS: list[ModuleType] = [plain]
+else:
+    KERNELS = [plain, _compiled]
+
+PARTITIONS = 1024
+
+
+def seconds(
+    work: Callable[[], object], *, rounds: int = 3, prepare: Callable[[], object] | None = None
+) -> float:
+    """Loops that only compute: time on a core."""
+    return wall_seconds(work, rounds=rounds, prepare=prepare, clock=time.thread_time)
+
+
+def measured(work: Callable[[ModuleType], object]) -> dict[str, float]:
+    """Seconds of the same work with each kernel."""
+    return {kernel.NAME: seconds(partial(work, kernel)) for kernel in KERNELS}
+
+
+def record(number: int) -> bytes:
+    extras = pack(">QQIII", number // PARTITIONS + 1, 1, 0, 0, 0)
+    head = pack(
+        ">BBHBBHIIQ", 0x80, 0x56, 16, 28, 0, number % PARTITIONS, 144, 0, 1_700_000_000_000_000_000 + number
+    )
+    return head + extras + b"key%013d" % number + b"v" * 100
+
+
+def request(opcode: int, number: int) -> bytes:
+    extras, value = (bytes(8), b"v" * 100) if opcode == 1 else (b"", b"")
+    total = len(extras) + 16 + len(value)
+    head = pack(">BBHBBHIIQ", 0x80, opcode, 16, len(extras), 0, number % PARTITIONS, total, number, 0)
+    return head + extras + b"key%013d" % number + value
+
+
+@dataclass(slots=True)
+class Store:
+    items: dict[bytes, bytes | int] = field(default_factory=dict)
+    high: int = 0
+    durable: int = 0
+    tombstones: int = 0
+    size: int = 0
+
+
+@dataclass(slots=True)
+class Clock:
+    last: int = 0
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    count = 100_000 if quick else 500_000
+    records = [record(number) for number in range(count)]
+    yield from streaming(records)
+    yield from columns(records)
+    yield from maps(records)
+    del records
+    yield from runs(count // 2)
+    yield memory(count)
+
+
+def pair(
+    name: str, unit: str, values: dict[str, float], expected: dict[str, str], *, less: bool = False
+) -> Iterator[Row]:
+    """One row a kernel; the compiled one has its ratio to the plain one."""
+    for kernel, value in values.items():
+        ratio, against = None, ""
+        if kernel == "compiled":
+            ratio, against = values["plain"] / value if less else value / values["plain"], "plain"
+        yield Row(
+            name=f"{name}, {kernel}",
+            value=value,
+            unit=unit,
+            ratio=ratio,
+            against=against,
+            expected=expected.get(kernel, ""),
+        )
+
+
+def rate(million: float, times: dict[str, float]) -> dict[str, float]:
+    return {kernel: million / taken for kernel, taken in times.items()}
+
+
+def streaming(records: list[bytes]) -> Iterator[Row]:
+    """What a producer and a consumer do to every change."""
+    million, data = len(records) / 1e6, b"".join(records)
+    buffer, slots = bytearray(data), array("Q", [0])
+    memcpy = million / seconds(lambda: bytearray(data), rounds=5)
+    yield Row(name="memcpy of the same bytes", value=memcpy, unit="M changes/s")
+    joined = rate(million, measured(lambda kernel: kernel.join(records, 7)))
+    yield from pair("join and patch a backfill", "M changes/s", joined, {"compiled": ">= 3"})
+    best = max(joined.values())
+    yield Row(name="  the same", value=best * 168, unit="MB/s", ratio=best / memcpy, against="memcpy")
+    patched = rate(million, measured(lambda kernel: kernel.retarget(buffer, 0, len(buffer), 7)))
+    yield from pair("patch a contiguous file", "M changes/s", patched, {"compiled": ">= 7"})
+    scanned = rate(million, measured(lambda kernel: kernel.scan(data, 0, slots)))
+    yield from pair("scan and validate", "M changes/s", scanned, {"compiled": ">= 10"})
+
+
+def columns(records: list[bytes]) -> Iterator[Row]:
+    """Decoding to Arrow, in batches of about 10 MB, as the pipeline does it."""
+    try:
+        import pyarrow as pa
+    except ImportError:
+        return
+    chunk = 60_000
+    chunks = [b"".join(records[start : start + chunk]) for start in range(0, len(records), chunk)]
+    branches = array("Q", [1] * PARTITIONS)
+    million = len(records) / 1e6
+
+    def decode(kernel: ModuleType) -> list[Any]:
+        return [kernel.to_arrow(data, 0, len(data), branches) for data in chunks]
+
+    decoded = rate(million, measured(decode))
+    yield from pair("decode to Arrow", "M changes/s", decoded, {"plain": ">= 1", "compiled": ">= 5"})
+    halves = [(batch.slice(0, 9), batch.slice(9)) for batch in decode(KERNELS[-1])]
+    copied = million / seconds(lambda: [pa.concat_batches(half) for half in halves])
+    best = max(decoded.values())
+    yield Row(name="  the same", value=best * 168, unit="MB/s", ratio=best / copied, against="pyarrow's copy")
+
+
+def maps(records: list[bytes]) -> Iterator[Row]:
+    """What storage does: replay at start-up, a resume near the tail, sorting a batch out."""
+    data = b"".join(records)
+    million = len(records) / 1e6
+    tables: list[dict[bytes, bytes | int]] = []
+    highs = array("Q", [0] * PARTITIONS)
+
+    def empty() -> None:
+        tables[:] = [{} for _ in range(PARTITIONS)]
+
+    replayed: dict[str, float] = {}
+    for kernel in KERNELS:
+        work = partial(kernel.replay, data, 0, len(data), tables, highs)
+        replayed[kernel.NAME] = seconds(work, prepare=empty, rounds=2) / million
+    yield from pair("replay", "s a million", replayed, {"compiled": "<= 0.8"}, less=True)
+    big = {b"%d" % number: entry for number, entry in enumerate(sorted(records, key=lambda r: r[24:32]))}
+    tail = len(records) // PARTITIONS - 1
+    grouped = measured(lambda kernel: kernel.group(records))
+    yield from pair("group a commit by partition", "M records/s", rate(million, grouped), {})
+    reduced = measured(lambda kernel: kernel.latest(records))
+    yield from pair("latest of each key", "M records/s", rate(million, reduced), {})
+    counted = measured(lambda kernel: kernel.measure(big))
+    yield from pair("measure a partition", "M records/s", rate(million, counted), {})
+    resumed = {name: 1e6 * taken for name, taken in measured(lambda kernel: kernel.after(big, tail)).items()}
+    yield from pair(f"resume near the tail of {len(big):,}", "us", resumed, {}, less=True)
+
+
+def runs(count: int) -> Iterator[Row]:
+    """Pipelined requests, 100 in a read, answers and records included."""
+
+    def reads(opcode: int) -> list[bytes]:
+        starts = range(0, count, 100)
+        return [b"".join(request(opcode, number) for number in range(s, s + 100)) for s in starts]
+
+    def work(kernel: ModuleType, table: list[Store], chunks: list[bytes]) -> None:
+        clock = Clock()
+        for data in chunks:
+            at, _ = kernel.run(data, 0, table, clock, [], bytearray())
+            assert at == len(data), "the run stopped short"
+
+    sets, gets = reads(1), reads(0)
+    written: dict[str, float] = {}
+    read: dict[str, float] = {}
+    for kernel in KERNELS:
+        table = [Store() for _ in range(PARTITIONS)]
+        written[kernel.NAME] = seconds(partial(work, kernel, table, sets)) / count * 1e6
+        read[kernel.NAME] = seconds(partial(work, kernel, table, gets)) / count * 1e6
+    yield from pair("SET, pipelined", "us a request", written, {"compiled": "<= 1.3"}, less=True)
+    yield from pair("GET, pipelined", "us a request", read, {"compiled": "<= 0.9"}, less=True)
+
+
+def memory(count: int) -> Row:
+    """What an item costs, measured in a fresh process as memory in use, not as sizes added up."""
+    child = subprocess.run(
+        [sys.executable, "-m", "bench.kernel", str(count)], capture_output=True, text=True, check=True
+    )
+    return Row(name="memory an item of 116 bytes", value=float(child.stdout), unit="bytes", expected="<= 400")
+
+
+def _memory(count: int) -> float:
+    chosen = KERNELS[-1]
+    tables: list[dict[bytes, bytes | int]] = [{} for _ in range(PARTITIONS)]
+    highs = array("Q", [0] * PARTITIONS)
+    start = resident()
+    for first in range(0, count, 1000):
+        data = b"".join(record(number) for number in range(first, first + 1000))
+        chosen.replay(data, 0, len(data), tables, highs)
+    return (resident() - start) / count
+
+
+if __name__ == "__main__":
+    print(_memory(int(sys.argv[1])))
