@@ -50,8 +50,7 @@ class Subject:
     name: str
     owner: Any
 
-    @property
-    def function(self) -> FunctionType:
+    def original(self) -> FunctionType:
         found: object = inspect.getattr_static(self.owner, self.name)
         assert type(found) is FunctionType
         return found
@@ -75,7 +74,7 @@ class Mutant:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        original = self.subject.function
+        original = self.subject.original()
         failover_log.cache_clear()
         setattr(self.subject.owner, self.subject.name, self.function)
         try:
@@ -88,7 +87,7 @@ class Mutant:
 def mutants() -> Iterator[Mutant]:
     """One for each way to break each comparison."""
     for subject in SUBJECTS:
-        source = textwrap.dedent(inspect.getsource(subject.function))
+        source = textwrap.dedent(inspect.getsource(subject.original()))
         count = sum(isinstance(node, ast.Compare) for node in ast.walk(ast.parse(source)))
         for index in range(count):
             pristine = _comparison(ast.parse(source), index)
@@ -115,12 +114,12 @@ def _comparison(tree: ast.Module, index: int) -> ast.Compare:
 
 
 def _build(tree: ast.Module, subject: Subject) -> FunctionType:
-    space = dict(subject.function.__globals__)
+    space = dict(subject.original().__globals__)
     exec(compile(tree, f"<mutant of {subject.name}>", "exec", dont_inherit=True), space)
     made = space[subject.name]
     assert isinstance(made, FunctionType)
     # It looks other names up where the original does, so that mutants of those reach it.
-    mutant = FunctionType(made.__code__, subject.function.__globals__, subject.name, made.__defaults__)
+    mutant = FunctionType(made.__code__, subject.original().__globals__, subject.name, made.__defaults__)
     mutant.__kwdefaults__ = made.__kwdefaults__
     return mutant
 
