@@ -12,6 +12,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 KERNEL := $(wildcard src/upper/kernel/_compiled.pyx)
 CHECKED = $(wildcard src tests examples bench demo)
@@ -49,10 +50,15 @@ clean: ## remove what was made here: environment, builds, caches, results
 
 # Build requirements first: with them in place nothing is fetched twice, and the build uses the pinned versions.
 # Not compiled on installation: Python does that for what is imported, and most of it never is.
-$(READY): pyproject.toml setup.py constraints.txt $(KERNEL)
+$(INSTALLED): pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "upper needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
 	$(PIP) install --quiet --no-compile --constraint constraints.txt setuptools wheel cython
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# The kernel alone, when its source has changed; where it cannot be built the plain twins run.
+$(READY): $(INSTALLED) $(KERNEL)
+	$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
