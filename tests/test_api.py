@@ -15,7 +15,9 @@ import upper
 PUBLIC = [
     "__version__", "UpperError",
     "Partition", "BranchId", "Seqno", "Snapshot", "Position", "Version", "FailoverLog", "partition_of",
-    "Mutation", "Deletion", "Expiration",
+    "connect", "aio", "Copy",
+    "Mutation", "Deletion", "Expiration", "Flush", "Rollback", "SnapshotEnd", "StateChange",
+    "Positions", "Checkpoint",
 ]
 # fmt: on
 

@@ -11,8 +11,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from upper import aio
+    from upper.client.bucket import connect
+    from upper.client.checkpoint import Checkpoint
+    from upper.client.commands import Copy
+    from upper.client.events import (
+        Deletion,
+        Expiration,
+        Flush,
+        Mutation,
+        Rollback,
+        SnapshotEnd,
+        StateChange,
+    )
+    from upper.client.positions import Positions
     from upper.errors import UpperError
-    from upper.model.messages import Deletion, Expiration, Mutation
     from upper.model.values import (
         BranchId,
         FailoverLog,
@@ -38,10 +51,21 @@ _HOMES = {
     "Version": ("upper.model.values", "Version"),
     "FailoverLog": ("upper.model.values", "FailoverLog"),
     "partition_of": ("upper.model.values", "partition_of"),
-    # changes
-    "Mutation": ("upper.model.messages", "Mutation"),
-    "Deletion": ("upper.model.messages", "Deletion"),
-    "Expiration": ("upper.model.messages", "Expiration"),
+    # the bucket, for programs that block and for those that do not
+    "connect": ("upper.client.bucket", "connect"),
+    "aio": ("upper", "aio"),
+    "Copy": ("upper.client.commands", "Copy"),
+    # what a follower sees
+    "Mutation": ("upper.client.events", "Mutation"),
+    "Deletion": ("upper.client.events", "Deletion"),
+    "Expiration": ("upper.client.events", "Expiration"),
+    "Flush": ("upper.client.events", "Flush"),
+    "Rollback": ("upper.client.events", "Rollback"),
+    "SnapshotEnd": ("upper.client.events", "SnapshotEnd"),
+    "StateChange": ("upper.client.events", "StateChange"),
+    # where it stands
+    "Positions": ("upper.client.positions", "Positions"),
+    "Checkpoint": ("upper.client.checkpoint", "Checkpoint"),
 }
 
 __all__ = [
@@ -55,9 +79,18 @@ __all__ = [
     "Version",
     "FailoverLog",
     "partition_of",
+    "connect",
+    "aio",
+    "Copy",
     "Mutation",
     "Deletion",
     "Expiration",
+    "Flush",
+    "Rollback",
+    "SnapshotEnd",
+    "StateChange",
+    "Positions",
+    "Checkpoint",
 ]
 
 
@@ -67,7 +100,10 @@ if not TYPE_CHECKING:  # a type checker that saw this would believe in any name
         if name not in _HOMES:
             raise AttributeError(f"upper has no public name {name!r}; its names are in upper.__all__")
         module, there = _HOMES[name]
-        value = getattr(import_module(module), there)
+        # A part of this package is a module of its own; asking the package for it would end up here again.
+        value = (
+            import_module(f"upper.{there}") if module == "upper" else getattr(import_module(module), there)
+        )
         globals()[name] = value  # asked once
         return value
 

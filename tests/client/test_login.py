@@ -1,0 +1,143 @@
+"""Signing in: the client's half of each exchange against the server's half, with no socket between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from upper.client.link import Answer, Link
+from upper.client.login import Login, login
+from upper.errors import AuthenticationFailed, Refused
+from upper.server.auth import Challenge, Role, Scram, User, Users, plain_credentials
+from upper.wire.codes import Opcode, Status
+from upper.wire.packet import HEADER_SIZE, header
+
+USERS = Users().with_user(User.new("a=n,n", "sécret", Role.everything()))
+
+
+class Node:
+    """A node that knows nothing but how to let people in."""
+
+    def __init__(self, mechanisms: str, *, hello: int = 0, bucket: int = 0) -> None:
+        self.mechanisms, self.hello, self.bucket = mechanisms, hello, bucket
+        self.scram: Scram | None = None
+        self.used = ""
+        self.tamper: Callable[[bytes], bytes] = lambda data: data
+
+    def __call__(self, packet: bytes) -> Answer:
+        head = header(packet)
+        at = HEADER_SIZE + head.extras_length
+        key, value = packet[at : at + head.key_length], packet[at + head.key_length :]
+        status, data = self.answer(Opcode(head.opcode), key.decode(), value)
+        return Answer(head.opcode, status, head.opaque, 0, b"", b"", self.tamper(data))
+
+    def answer(self, opcode: Opcode, key: str, value: bytes) -> tuple[int, bytes]:
+        if opcode == Opcode.HELLO:
+            return self.hello, b""
+        if opcode == Opcode.SASL_LIST_MECHS:
+            return 0, self.mechanisms.encode()
+        if opcode == Opcode.SELECT_BUCKET:
+            return self.bucket, b""
+        try:
+            self.used = key
+            if key == "PLAIN":
+                USERS.check(*plain_credentials(value))
+                return 0, b""
+            if self.scram is None:
+                self.scram = Scram(key, USERS, nonce="server")
+            step = self.scram.step(value)
+        except AuthenticationFailed as error:
+            return Status.AUTHENTICATION_FAILED, str(error).encode()
+        if isinstance(step, Challenge):
+            return Status.AUTHENTICATION_CONTINUES, step.data
+        return 0, step.data
+
+
+def sign_in(
+    node: Node, *, password: str = "sécret", user: str | None = "a=n,n", private: bool = True
+) -> None:
+    steps: Login = login(user=user, password=password, bucket="b", private=private, nonce=lambda: "client")
+    packet = next(steps)
+    try:
+        while True:
+            packet = steps.send(node(packet))
+    except StopIteration:
+        return
+
+
+@pytest.mark.parametrize(
+    ("offered", "used"),
+    [
+        ("PLAIN SCRAM-SHA-256 SCRAM-SHA-512", "SCRAM-SHA-512"),
+        ("SCRAM-SHA-256 PLAIN", "SCRAM-SHA-256"),
+        ("PLAIN", "PLAIN"),
+    ],
+)
+def test_the_strongest_way_in_is_taken(offered: str, used: str) -> None:
+    node = Node(offered)
+    sign_in(node)
+    assert node.used == used
+
+
+@pytest.mark.parametrize("offered", ["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"])
+def test_a_wrong_password_is_a_clear_error(offered: str) -> None:
+    with pytest.raises(AuthenticationFailed, match="the user name or the password is wrong"):
+        sign_in(Node(offered), password="wrong")
+
+
+def test_a_password_is_not_shown_to_a_network() -> None:
+    node = Node("PLAIN")
+    with pytest.raises(AuthenticationFailed, match=r"add \?tls=on"):
+        sign_in(node, private=False)
+    assert node.used == ""
+    sign_in(Node("SCRAM-SHA-256"), private=False)
+
+
+def test_a_node_that_cannot_prove_itself_is_not_trusted() -> None:
+    node = Node("SCRAM-SHA-256")
+    node.tamper = lambda data: data.replace(b"v=", b"v=A") if data.startswith(b"v=") else data
+    with pytest.raises(AuthenticationFailed, match="could not prove"):
+        sign_in(node)
+
+
+@pytest.mark.parametrize(
+    "lie", [b"r=other,s=QUJD,i=4096", b"r=clientx,s=QUJD,i=1", b"r=clientx,i=4096", b"\xff"]
+)
+def test_a_challenge_that_makes_no_sense_is_not_answered(lie: bytes) -> None:
+    node = Node("SCRAM-SHA-256")
+    node.tamper = lambda data: lie if data.startswith(b"r=") else data
+    with pytest.raises(AuthenticationFailed, match="not to be trusted"):
+        sign_in(node)
+
+
+def test_unknown_ways_in_are_named() -> None:
+    with pytest.raises(AuthenticationFailed, match="CRAM-MD5"):
+        sign_in(Node("CRAM-MD5"))
+
+
+def test_without_a_user_nobody_signs_in() -> None:
+    node = Node("PLAIN", hello=Status.UNKNOWN_COMMAND)
+    sign_in(node, user=None)
+    assert node.used == ""
+
+
+def test_a_bucket_that_is_not_there_is_named() -> None:
+    with pytest.raises(Refused, match="no bucket 'b'"):
+        sign_in(Node("PLAIN", bucket=Status.KEY_NOT_FOUND), user=None)
+
+
+def test_answers_come_whole_however_the_bytes_are_cut() -> None:
+    from upper.wire.packet import RESPONSE, pack
+
+    stream = b"".join(
+        pack(RESPONSE, 0, opaque=n, extras=b"\0\0\0\1" * (n % 2), key=b"k" * (n % 3), value=b"v" * n, cas=n)
+        for n in range(20)
+    )
+    whole = Link().receive(stream)
+    assert [answer.opaque for answer in whole] == list(range(20))
+    assert whole[5] == Answer(0, 0, 5, 5, b"\0\0\0\1", b"kk", b"vvvvv")
+    for size in (1, 7, 23, 24, 25):
+        link = Link()
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert [answer for piece in pieces for answer in link.receive(piece)] == whole
