@@ -1,9 +1,9 @@
 """Who may come in: users, their roles, and the SASL exchanges that prove them.
 
-The users file holds no passwords. For each user and hash it keeps what SCRAM (RFC 5802) needs to verify one:
-salt, iteration count, stored key and server key; PLAIN is checked against the same. Comparisons take the same
-time whether they fail early or late, and an unknown user costs as much as a wrong password, so that neither
-answers the question whether a name exists.
+The users file holds no passwords. For each user and hash it keeps what SCRAM (RFC 5802) needs to verify
+one: salt, iteration count, stored key and server key; PLAIN is checked against the same. Comparisons take
+the same time whether they fail early or late, and an unknown user costs as much as a wrong password, so
+that neither answers the question whether a name exists.
 
 The file, as JSON:
 

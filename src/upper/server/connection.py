@@ -1,13 +1,14 @@
 """One connection: bytes in, answers out, in order, and none before what it rests on is on disk.
 
-Key-value requests that are plain run through the kernel as they lie in the received bytes; whatever it leaves is
-looked up in the command table; stream packets go to the stream desk (`desk.py`). Answers are gathered per read and
-written once. An answer that rests on a change which is not durable yet is held until its batch is, and everything
-behind it waits with it, because clients match answers to requests by their order.
+Key-value requests that are plain run through the kernel as they lie in the received bytes; whatever it
+leaves is looked up in the command table; stream packets go to the stream desk (`desk.py`). Answers are
+gathered per read and written once. An answer that rests on a change which is not durable yet is held until
+its batch is, and everything behind it waits with it, because clients match answers to requests by their
+order.
 
-Bounds: a packet may be as large as the settings say and is collected without copying it again and again; a peer
-that does not read its answers is not read from; what waits for the disk is counted too. A frame that breaks the
-rules is answered where an answer can be matched to it, and then the connection closes.
+Bounds: a packet may be as large as the settings say and is collected without copying it again and again; a
+peer that does not read its answers is not read from; what waits for the disk is counted too. A frame that
+breaks the rules is answered where an answer can be matched to it, and then the connection closes.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ class Connection(asyncio.Protocol):
     """The server's end of one TCP connection."""
 
     def __init__(self, node: Node) -> None:
-        self.node = node
+        self.node: Node = node
         self.number = next(_numbers)
-        self.peer = self.host = "?"
+        self.peer: str = "?"
+        self.host: str = "?"
         self.private = False  # nobody between the two ends can read along
         self.agent = ""  # what the client calls itself in HELLO
-        self.since, self.opened = time.time(), node.now()
+        self.since: float = time.time()
+        self.opened: float = node.now()
         self.user: User | None = None
         self.roles = Role.NONE if node.users else Role.everything()
         self.features: frozenset[int] = frozenset()
@@ -443,6 +446,10 @@ class Connection(asyncio.Protocol):
         if full or self._held_bytes >= self.node.settings.limits.held or not self.writable:
             self._pause()
 
+    @property
+    def _may_read(self) -> bool:
+        return self.writable and not self._ending and self._transport is not None
+
     def _pause(self) -> None:
         if self._reading and self._transport is not None and not self._ending:
             self._reading = False
@@ -456,7 +463,7 @@ class Connection(asyncio.Protocol):
             return
         if self._parts and self._have >= self._need:
             self._work(self._collected())
-        if not self._reading and self.writable and not self._ending and self._transport is not None:
+        if not self._reading and self._may_read:
             self._reading = True
             self._transport.resume_reading()
 

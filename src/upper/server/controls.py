@@ -1,7 +1,7 @@
 """What a consumer may set for the streams that it opens from then on.
 
-CONTROL carries a name and a text. Names are those that shipped in DCP where there is one. A name that is not in the
-table, or a text that cannot be read, is refused with a sentence, and nothing changes.
+CONTROL carries a name and a text. Names are those that shipped in DCP where there is one. A name that is
+not in the table, or a text that cannot be read, is refused with a sentence, and nothing changes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Controls:
         self.name = text
 
     def _prefix(self, text: str) -> None:
-        self.filter = self.filter.with_prefix(text.encode())
+        self.filter = self.filter.with_prefix(text.encode(errors="surrogateescape"))
 
     def _pattern(self, text: str) -> None:
         self.filter = self.filter.with_pattern(text)

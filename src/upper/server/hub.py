@@ -1,8 +1,8 @@
 """Where commits meet streams: each commit is grouped and joined once, however many follow.
 
-A partition's *line* is what its live streams share: how far it has reached, and how much went down it. A commit is
-cut by partition, each key once, and made into bytes once per opaque; consumers that number their streams alike (and
-all of ours do) share those bytes. A connection is written to once per commit.
+A partition's *line* is what its live streams share: how far it has reached, and how much went down it. A
+commit is cut by partition, each key once, and made into bytes once per opaque; consumers that number their
+streams alike (and all of ours do) share those bytes. A connection is written to once per commit.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from upper.server import stats
 from upper.server.stats import Kind
 
 if TYPE_CHECKING:
+    from upper.server.connection import Connection
+    from upper.server.desk import Desk
     from upper.server.node import Node
 
 MAX_REQUEST = 8192
@@ -68,14 +70,7 @@ def page(node: Node) -> Iterator[str]:
     for row in (*stats.GENERAL, *stats.MEMORY):
         if row.kind is not Kind.TEXT:
             yield from _metric(f"upper_{row.name}", row.kind, row.about, [("", row.of(node))])
-    rows = [
-        (
-            f'connection="{c.number}",peer="{c.peer}",name="{_quoted(str(stats.STREAMS[0].of_desk(c, c.desk)))}"',
-            c,
-        )
-        for c in node.connections.values()
-        if c.desk is not None
-    ]
+    rows = [(_labels(c, c.desk), c) for c in node.connections.values() if c.desk is not None]
     numeric = [field for field in stats.STREAMS if field.name in NUMERIC]
     for field in numeric:
         values = [(label, field.of_desk(c, c.desk)) for label, c in rows if c.desk is not None]
@@ -108,6 +103,11 @@ def _histogram(command: str, counts: list[int]) -> Iterator[str]:
         yield f'upper_command_seconds_bucket{{command="{command}",le="{(1 << bucket) / 1e6:g}"}} {total}\n'
     yield f'upper_command_seconds_bucket{{command="{command}",le="+Inf"}} {total}\n'
     yield f'upper_command_seconds_count{{command="{command}"}} {total}\n'
+
+
+def _labels(connection: Connection, desk: Desk) -> str:
+    name = _quoted(str(stats.named(connection, desk)))
+    return f'connection="{connection.number}",peer="{connection.peer}",name="{name}"'
 
 
 def _quoted(text: str) -> str:

@@ -1,13 +1,14 @@
 """One node: a bucket, who is connected to it, and what the two have to do with each other.
 
-Everything here runs in one thread, the loop's. Commits arrive in order; each releases the answers that waited for it
-and then feeds the streams. A partition that changes its state, goes back or begins a branch ends its streams
-first. The clock ticks four times a second, for peers that have gone quiet.
+Everything here runs in one thread, the loop's. Commits arrive in order; each releases the answers that
+waited for it and then feeds the streams. A partition that changes its state, goes back or begins a branch
+ends its streams first. The clock ticks four times a second, for peers that have gone quiet.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -66,14 +67,17 @@ class Throttle:
 
 class Node:
     def __init__(self, bucket: Bucket, settings: ServerSettings, loop: asyncio.AbstractEventLoop) -> None:
-        self.bucket, self.settings, self.loop = bucket, settings, loop
+        self.bucket: Bucket = bucket
+        self.settings: ServerSettings = settings
+        self.loop: asyncio.AbstractEventLoop = loop
         self.users: Users | None = None if settings.users is None else load_users(settings.users)
         self.port, self.metrics_port = settings.port, settings.metrics_port
-        self.started = time.time()
-        self.counters, self.timings = Counters(), Timings()
+        self.started: float = time.time()
+        self.counters: Counters = Counters()
+        self.timings: Timings = Timings()
         self.throttle = Throttle(settings.limits.failed_logins_peer, loop.time)
         self.verifier = ThreadPoolExecutor(1, thread_name_prefix="upper-login")
-        self.hub = Hub(bucket)
+        self.hub: Hub = Hub(bucket)
         self.connections: dict[int, Connection] = {}
         self.waiting: dict[int, Connection] = {}  # those with answers that wait for the disk
         self.committed = bucket.done  # the last batch that anybody may be told of
@@ -85,7 +89,7 @@ class Node:
         self._servers: list[asyncio.Server] = []
         self._handed: dict[int, Stream | None] = {}
         self._ticker: asyncio.TimerHandle | None = None
-        self._kicked_at = 0.0
+        self._emptied: asyncio.Event | None = None
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,9 +125,10 @@ class Node:
             if connection.desk is not None:
                 connection.desk.stop_all(EndReason.SHUTTING_DOWN)
             connection.close()
-        deadline = self.loop.time() + self.settings.shutdown
-        while self.connections and self.loop.time() < deadline:
-            await asyncio.sleep(0.01)
+        if self.connections:
+            self._emptied = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied.wait(), self.settings.shutdown)
         for connection in tuple(self.connections.values()):
             connection.abort()
         await asyncio.sleep(0)
@@ -154,6 +159,8 @@ class Node:
                 self.counters.stream_items += connection.desk.items
                 self.counters.stream_bytes += connection.desk.bytes
         self.waiting.pop(connection.number, None)
+        if self._emptied is not None and not self.connections:
+            self._emptied.set()
 
     def _tick(self) -> None:
         self.clock_now = now = self.loop.time()

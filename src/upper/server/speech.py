@@ -1,9 +1,10 @@
 """How a stream's messages look in its dialect, as bytes that need no further work.
 
-Records are stored as packets of UPR, so for a UPR stream only the opaque changes, and the kernel does that. UPR/0
-moves the same fields into another frame. Whatever is said once per stream, or less, goes through the tables of
-`wire`; what is said once per snapshot is packed when the stream opens, and what is said once per record is moved here
-without a message in between. Tests hold it to what the tables of `wire` would have made.
+Records are stored as packets of UPR, so for a UPR stream only the opaque changes, and the kernel does that.
+UPR/0 moves the same fields into another frame. Whatever is said once per stream, or less, goes through the
+tables of `wire`; what is said once per snapshot is packed when the stream opens, and what is said once per
+record is moved here without a message in between. Tests hold it to what the tables of `wire` would have
+made.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything a node knows about itself, in one table.
 
 A statistic has a name, a kind, a sentence and a way to find it out. STAT groups, Prometheus metrics and the
-reference page are all made from these rows, so they cannot disagree. Nothing is computed before somebody asks, and
-counters are plain numbers that whoever does the work adds to.
+reference page are all made from these rows, so they cannot disagree. Nothing is computed before somebody
+asks, and counters are plain numbers that whoever does the work adds to.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Counters:
 
 
 class Timings:
-    """How long commands took, in powers of two of a microsecond. Pipelined plain requests are not among them."""
+    """How long commands took, in powers of two of a microsecond; plain pipelined ones are not counted."""
 
     BUCKETS = 24
 
@@ -70,7 +70,7 @@ class Statistic:
 
 
 def _open_connections(node: Node, name: str) -> int:
-    return sum(getattr(connection, name) for connection in node.connections.values())
+    return sum(int(getattr(connection, name)) for connection in node.connections.values())
 
 
 def _streams(node: Node, name: str) -> int:
@@ -78,10 +78,10 @@ def _streams(node: Node, name: str) -> int:
     total = 0
     for connection in node.connections.values():
         if connection.desk is not None:
-            total += getattr(connection.desk, name)
+            total += int(getattr(connection.desk, name))
             if connection.desk.tap is not None:
-                total += getattr(connection.desk.tap.session, name)
-    return total + sum(getattr(stream, name) for stream, _ in node.hub.streams())
+                total += int(getattr(connection.desk.tap.session, name))
+    return total + sum(int(getattr(stream, name)) for stream, _ in node.hub.streams())
 
 
 def _sum(name: str) -> Callable[[Node], Value]:
@@ -232,7 +232,7 @@ def _partitions(desk: Desk) -> str:
     return ranges(numbers)
 
 
-def _named(connection: Connection, desk: Desk) -> str:
+def named(connection: Connection, desk: Desk) -> str:
     if desk.tap is not None:
         return desk.tap.session.name
     return desk.controls.name or next(
@@ -243,13 +243,13 @@ def _named(connection: Connection, desk: Desk) -> str:
 def _total(name: str) -> Callable[[Connection, Desk], Value]:
     def total(_: Connection, desk: Desk) -> int:
         tap = 0 if desk.tap is None else int(getattr(desk.tap.session, name))
-        return int(getattr(desk, name)) + tap + sum(getattr(stream, name) for stream in _each(desk))
+        return int(getattr(desk, name)) + tap + sum(int(getattr(stream, name)) for stream in _each(desk))
 
     return total
 
 
 STREAMS: tuple[StreamField, ...] = (
-    StreamField("name", "what the consumer calls itself", _named),
+    StreamField("name", "what the consumer calls itself", named),
     StreamField("peer", "its address", lambda connection, desk: connection.peer),
     StreamField(
         "user", "who logged in", lambda connection, desk: connection.user.name if connection.user else ""

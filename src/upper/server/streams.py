@@ -1,7 +1,8 @@
 """One stream: its machine, what it may leave out, what it holds in its hands, and what it has sent.
 
-Live streams that carry everything are fed past their machine: a commit is the same bytes for all of them. What they
-have sent is then known to the partition's line in the hub, and read back from there when somebody asks.
+Live streams that carry everything are fed past their machine: a commit is the same bytes for all of them.
+What they have sent is then known to the partition's line in the hub, and read back from there when somebody
+asks.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class Stream:
 
     @property
     def remaining(self) -> int:
-        """How many seqnos the consumer is behind what it could have: an upper bound of the changes to come."""
+        """How many seqnos the consumer is behind what it could have; so many changes or fewer will come."""
         return max(0, min(self.store.durable, self.machine.until) - self.seqno)
 
     @property

@@ -1,9 +1,9 @@
 """The table of key-value commands: one row an opcode, found by number.
 
-A row says what must hold before its handler runs: the role that the user needs, and whether the partition that
-the request names must be active here. So a handler says only what its command means, and adding a command touches
-no dispatcher. A handler answers with a `Reply`, with several (STAT), or with something to wait for; a refusal is an
-exception of `upper.errors`, which knows its status.
+A row says what must hold before its handler runs: the role that the user needs, and whether the partition
+that the request names must be active here. So a handler says only what its command means, and adding a
+command touches no dispatcher. A handler answers with a `Reply`, with several (STAT), or with something to
+wait for; a refusal is an exception of `upper.errors`, which knows its status.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def handles(
     """Make a function the handler of these opcodes, and of the quiet forms of them.
 
     `extras` are the lengths that are allowed; `key` and `value` must be there, must not, or (None) may be.
-    Whatever looks at a partition waits for its last change; `waits` says so for what looks without a row's help.
+    Whatever looks at a partition waits for its last change; `waits` says so where `state` does not.
     """
 
     def add(handler: Handler) -> Handler:

@@ -1,11 +1,12 @@
 """The TAP producer: one request opens everything, and the server remembers what the protocol cannot say.
 
-TAP has no positions, so the server keeps them: for each partition, up to where the client was sent, and up to where
-it has acknowledged. A named client that comes back while its session is kept goes on from what it acknowledged; what
-was under way is sent again. Messages are made from the store, a partition at a time and each key once, so a client that
-does not read costs one snapshot of one partition and nothing else.
+TAP has no positions, so the server keeps them: for each partition, up to where the client was sent, and up
+to where it has acknowledged. A named client that comes back while its session is kept goes on from what it
+acknowledged; what was under way is sent again. Messages are made from the store, a partition at a time and
+each key once, so a client that does not read costs one snapshot of one partition and nothing else.
 
-A client that fell behind a flush, or behind deletions that no longer exist, is sent a flush and everything anew.
+A client that fell behind a flush, or behind deletions that no longer exist, is sent a flush and everything
+anew.
 """
 
 from __future__ import annotations

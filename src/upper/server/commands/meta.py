@@ -48,7 +48,7 @@ def get_meta(call: Call) -> Reply:
     value=None,
 )
 def write_with_meta(call: Call) -> Reply:
-    """Store what another node made, with its own revision and CAS; the newer version wins unless told otherwise."""
+    """Store what another node made, with its own revision and CAS; the newer wins unless told otherwise."""
     flags, expiration, revision, cas = _WITH_META.unpack_from(call.extras)
     rest = call.extras[24:]
     options = int.from_bytes(rest[:4], "big") if len(rest) >= 4 else 0

@@ -1,23 +1,24 @@
 """Administering partitions: their states, and a history branch made by hand.
 
-SET_VBUCKET_STATE takes a state and nothing else: a clean step that keeps the history. With a JSON value it does
-what a failover does:
+SET_VBUCKET_STATE takes a state and nothing else: a clean step that keeps the history. With a JSON value it
+does what a failover does:
 
     {"promote": true}              a new branch begins where the partition stands
     {"promote": true, "to": 1234}  first back to the newest point at or below 1234 that can be rebuilt
 
-In both cases the streams of the partition end with "state changed", and the answer tells where it stands now.
+In both cases the streams of the partition end with "state changed", and the answer tells where it stands
+now.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 
 from upper.errors import InvalidArguments, KeyExists
-from upper.model.values import BranchId, Seqno, State
+from upper.model.values import Seqno, State
 from upper.server.auth import Role
 from upper.server.table import Call, Reply, handles
+from upper.storage import fresh_branch
 from upper.wire.codes import STATES, Opcode
 
 
@@ -40,7 +41,7 @@ def set_state(call: Call) -> Reply:
     to = _promotion(call.value)
     if state is not State.ACTIVE:
         raise InvalidArguments("only an active partition can begin a branch; promote with state 1")
-    fresh = BranchId(secrets.randbits(62) | 1 << 62)
+    fresh = fresh_branch()
     seqno = call.node.promote(store, to, fresh=fresh)
     answer = {
         "partition": store.id,
@@ -57,7 +58,7 @@ def delete(call: Call) -> Reply:
     store = call.node.partition(call.partition)
     if store.state is not State.DEAD:
         raise KeyExists(f"partition {store.id} is {store.state}; only a dead copy can be deleted")
-    call.node.promote(store, Seqno(0), fresh=BranchId(secrets.randbits(62) | 1 << 62))
+    call.node.promote(store, Seqno(0), fresh=fresh_branch())
     call.node.set_state(store, State.DEAD)
     return Reply()
 

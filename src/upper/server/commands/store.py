@@ -1,7 +1,7 @@
 """Writing: set, add, replace, delete, append, prepend, flush.
 
-Each answer carries the CAS of the change (a DELETE's only for clients that said HELLO: plain memcached clients do not
-expect one) and, where HELLO asked for it, the mutation token: branch and seqno.
+Each answer carries the CAS of the change (a DELETE's only for clients that said HELLO: plain memcached
+clients do not expect one) and, where HELLO asked for it, the mutation token: branch and seqno.
 """
 
 from __future__ import annotations

@@ -1,0 +1,414 @@
+"""Sending: the streams of one connection, carried out as their machines say, within bounds.
+
+A sender holds the streams of its connection and a queue of those that have something to send. One stream at
+a time reads from the store, so a connection holds at most one snapshot in its hands. Whatever it sends is
+bounded by the consumer's window and by the connection's buffer. A connection without room falls behind: its
+streams leave their lines, cost nothing, and read the store again when there is room.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, assert_never
+
+from upper import kernel
+from upper.history.producing import (
+    Advance,
+    CloseWrites,
+    Effects,
+    End,
+    Forward,
+    Reopen,
+    Retire,
+    Send,
+    SendFlush,
+    Sending,
+    SendState,
+    Start,
+    Take,
+)
+from upper.history.window import FlowWindow
+from upper.model.messages import EndReason
+from upper.model.values import NO_END, Seqno, State
+from upper.server.hub import Batch, Follower, Run
+from upper.server.streams import Stream, Todo
+
+if TYPE_CHECKING:
+    from upper.server.connection import Connection
+    from upper.server.node import Node
+    from upper.storage import PartitionStore
+
+log = logging.getLogger(__name__)
+
+DIRECT = 64 << 10  # pieces from this size on are written as they are; smaller ones are joined first
+
+
+class Sender(Follower):
+    """The streams of one connection, and what leaves through it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection: Connection = connection
+        self.node: Node = connection.node
+        self.window: FlowWindow = FlowWindow()
+        self.streams: dict[int, Stream] = {}  # by opaque
+        self.partitions: dict[int, Stream] = {}
+        self.items = self.bytes = 0  # of streams that have ended
+        self._step: dict[int, Stream] = {}  # by partition: live, plain, fed by their lines
+        self._apart: dict[int, Stream] = {}  # by partition: live, but not the same bytes as for others
+        self._queue: deque[Stream] = deque()
+        self._out: list[bytes] = []
+        self._scheduled = self._closed = False
+
+    def add(self, stream: Stream) -> None:
+        """A stream that the consumer has just been promised."""
+        self.streams[stream.opaque] = self.partitions[stream.partition] = stream
+        stream.line.streams[stream] = self
+        self._carry_out(stream, stream.machine.open())
+
+    def say(self, data: bytes) -> None:
+        """Whatever is no part of a stream, in order with those that are."""
+        self._out.append(data)
+        self._schedule()
+
+    # ── Commits ───────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, batch: Batch) -> None:
+        """A commit: the same bytes for every plain stream in step, one write for all of them."""
+        step, blobs = self._step, batch.blobs
+        if step:
+            parts: list[bytes] = []
+            for partition in batch.groups:
+                stream = step.get(partition)
+                if stream is not None:
+                    parts.append(blobs.get(stream.slot) or batch.blob(stream.slot))
+            if parts:
+                self._forward(batch, parts)
+        if self._apart:
+            for partition in batch.groups.keys() & self._apart.keys():
+                line = batch.lines[partition]
+                records = batch.groups[partition]
+                last = int.from_bytes(records[-1][24:32], "big")
+                self.hear(self._apart[partition], [Run(line.reached + 1, last, records)])
+
+    def _forward(self, batch: Batch, parts: list[bytes]) -> None:
+        joined = b"".join(parts) if len(parts) > 1 else parts[0]
+        if self._has_room and (not self.window.size or len(joined) <= self.window.left):
+            self.window.sent(len(joined))
+            if self._out:
+                self._flush()
+            self.connection.send(joined)
+            return
+        # No room: these fall behind, each where it stands now, and this commit is read from the store later.
+        for partition in batch.groups:
+            if (stream := self._step.pop(partition, None)) is not None:
+                stream.leave_line()
+                records = batch.groups[partition]
+                last = Seqno(int.from_bytes(records[-1][24:32], "big"))
+                stream.machine.committed(Seqno(stream.line.reached + 1), last, room=False)
+                self._enqueue(stream, Todo.ROOM)
+        self.node.counters.fell_behind += 1
+
+    def hear(self, stream: Stream, runs: list[Run]) -> None:
+        """A commit that this stream must be told of by itself."""
+        self._leave_step(stream)
+        for run in runs:
+            machine = stream.machine
+            if machine.phase is Sending.ENDED:
+                return
+            if run.records is None:
+                effects = machine.flushed(run.last, room=self._has_room)
+            else:
+                effects = machine.committed(run.first, run.last, room=self._has_room)
+            self._carry_out(stream, effects, run)
+            if machine.phase is Sending.BEHIND:
+                self._enqueue(stream, Todo.ROOM)
+        self._settle(stream)
+        self._flush()
+
+    def _leave_step(self, stream: Stream) -> None:
+        if stream.in_step:
+            self._step.pop(stream.partition, None)
+            stream.leave_line()
+
+    # ── Effects ───────────────────────────────────────────────────────────────────────────────────
+
+    def _carry_out(self, stream: Stream, effects: Effects, run: Run | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case Start():
+                    self._put(stream, stream.speech.start(stream.partition, stream.opaque))
+                case Take():
+                    self._enqueue(stream, Todo.TAKE)
+                case Forward():
+                    assert run is not None
+                    assert run.records is not None
+                    self._forward_apart(stream, effect, run.records)
+                case Send():
+                    stream.sending = effect
+                    self._enqueue(stream, Todo.SEND)
+                case SendFlush():
+                    self._put(stream, stream.speech.flush(stream.partition, stream.opaque), items=1)
+                case Advance():
+                    pass  # was said before the snapshot ended
+                case SendState(state):
+                    self._put(stream, stream.speech.state(stream.partition, stream.opaque, state))
+                    # Nobody answers in this dialect: that it was sent must do.
+                    self._carry_out(stream, stream.machine.acknowledged())
+                case CloseWrites():
+                    self.node.hand_over(stream.store, stream, lambda: self._handed(stream))
+                case Reopen():
+                    self.node.set_state(stream.store, State.ACTIVE, keep=stream)
+                case Retire():
+                    pass  # it is dead since its writes were closed
+                case End(reason):
+                    self._end(stream, reason)
+                case never:
+                    assert_never(never)
+
+    def _handed(self, stream: Stream) -> None:
+        """The partition is dead here, and the disk knows: send the rest."""
+        if stream.machine.phase is not Sending.ENDED:
+            self._carry_out(stream, stream.machine.closed(Seqno(stream.store.high)))
+            self._schedule()
+
+    def _forward_apart(self, stream: Stream, send: Forward, records: list[bytes]) -> None:
+        """One commit to one stream: cut at its end, each key once, filtered, in its dialect."""
+        if send.upto < NO_END and int.from_bytes(records[-1][24:32], "big") > send.upto:
+            records = [record for record in records if int.from_bytes(record[24:32], "big") <= send.upto]
+        passed = kernel.latest(records)
+        if not stream.filter.everything:
+            passed = stream.filter(passed)
+        told = Seqno(int.from_bytes(passed[-1][24:32], "big")) if passed else stream.machine.told
+        effects = stream.machine.done(told) if stream.machine.phase is Sending.SENDING else ()
+        advance = _advance(stream, effects)
+        if passed or advance:
+            body = stream.speech.records(passed, stream.opaque) if passed else b""
+            self._put(stream, b"".join((stream.opening, body, advance, stream.closing)), items=len(passed))
+        self._carry_out(stream, effects)
+
+    def _end(self, stream: Stream, reason: EndReason) -> None:
+        self._put(stream, stream.speech.end(stream.partition, stream.opaque, reason))
+        self._forget(stream)
+        if reason in (EndReason.STATE_CHANGED, EndReason.TOO_SLOW):
+            peer, seqno = self.connection.peer, stream.machine.sent
+            log.info("partition %d: stream to %s ends at %d, %s", stream.partition, peer, seqno, reason.name)
+
+    def _forget(self, stream: Stream) -> None:
+        stream.drop()
+        self.items += stream.items
+        self.bytes += stream.bytes
+        self.streams.pop(stream.opaque, None)
+        for held in (self.partitions, self._step, self._apart):
+            held.pop(stream.partition, None)
+        stream.line.streams.pop(stream, None)
+        stream.line.waiting.pop(stream, None)
+        stream.todo = None
+        if stream in self._queue:
+            self._queue.remove(stream)
+        self._follow()
+
+    def _settle(self, stream: Stream) -> None:
+        """Put a stream where its phase belongs: in step, apart, or waiting for the disk."""
+        phase, partition = stream.machine.phase, stream.partition
+        waiting = phase is Sending.WAITING
+        if waiting:
+            stream.line.waiting[stream] = self
+        else:
+            stream.line.waiting.pop(stream, None)
+        if phase is Sending.LIVE and stream.plain and stream.machine.sent == stream.line.reached:
+            self._apart.pop(partition, None)
+            self._step[partition] = stream
+            stream.join_line()
+        elif phase is Sending.LIVE:
+            self._apart[partition] = stream
+        else:
+            self._apart.pop(partition, None)
+        self._follow()
+
+    def _follow(self) -> None:
+        if (self._step or self._apart) and not self._closed:
+            self.node.hub.followers[self] = None
+        else:
+            self.node.hub.followers.pop(self, None)
+
+    # ── Sending what is behind ────────────────────────────────────────────────────────────────────
+
+    @property
+    def _has_room(self) -> bool:
+        return self.connection.writable and not self.window.full
+
+    def writable(self) -> None:
+        """The peer reads again."""
+        self._schedule()
+
+    def _enqueue(self, stream: Stream, todo: Todo) -> None:
+        if stream.todo is None:
+            self._queue.append(stream)
+        stream.todo = todo
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            self.node.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send from the store, as much as there is room for and as one turn allows."""
+        self._scheduled = False
+        budget = self.node.settings.streams.turn
+        while self._queue and budget > 0 and self._has_room:
+            budget -= self._advance(self._queue[0])
+        self._flush()
+        if self._queue and self._has_room:
+            self._schedule()
+
+    def _advance(self, stream: Stream) -> int:
+        """One step of the stream at the head of the queue; the bytes that it cost."""
+        machine, todo = stream.machine, stream.todo
+        if todo is Todo.SEND:
+            return self._send_chunk(stream)
+        self._queue.popleft()
+        stream.todo = None
+        if todo is Todo.ROOM:
+            self._hear_of_the_rest(stream)
+            self._carry_out(stream, machine.room())
+        else:
+            self._take(stream)
+        self._settle_unless_ended(stream)
+        if self._queue and self._queue[-1] is stream:
+            # It goes on at once: only one stream of a connection holds a snapshot in its hands.
+            self._queue.rotate(1)
+        return 64
+
+    def _take(self, stream: Stream) -> None:
+        store, machine = stream.store, stream.machine
+        cut_is_whole = False
+        if store.high > machine.sent and not (machine.sent and machine.sent < store.purged):
+            stream.changes = changes = store.changes_after(machine.sent)
+            end = changes.end
+            if end > machine.until:
+                cut_is_whole = nothing_overwritten(store, machine.sent, machine.until)
+        else:
+            end = Seqno(store.high)
+        effects = machine.taken(
+            end, durable=Seqno(store.durable), purged=Seqno(store.purged), cut_is_whole=cut_is_whole
+        )
+        self._carry_out(stream, effects)
+
+    def _hear_of_the_rest(self, stream: Stream) -> None:
+        """While a stream was busy nobody told it of commits; the store knows how far they went."""
+        durable = Seqno(stream.store.durable)
+        if durable > stream.machine.sent:
+            stream.machine.committed(Seqno(0), durable)
+
+    def _send_chunk(self, stream: Stream) -> int:
+        send = stream.sending
+        assert send is not None
+        before = len(self._out)
+        if stream.chunks is None:
+            assert stream.changes is not None
+            stream.chunks = stream.changes.chunks(self._chunk_size())
+            stream.told = stream.machine.told
+            self._put(stream, stream.opening)
+        chunk = next(stream.chunks, None)
+        if chunk is not None:
+            self._put_records(stream, chunk, send)
+        else:
+            self._finish_snapshot(stream, send)
+        return sum(map(len, self._out[before:])) + 64
+
+    def _chunk_size(self) -> int:
+        chunk = self.node.settings.streams.chunk
+        return min(chunk, max(self.window.size // 4, 1)) if self.window.size else chunk
+
+    def _put_records(self, stream: Stream, chunk: list[bytes], send: Send) -> None:
+        if send.upto < send.end:
+            chunk = [record for record in chunk if int.from_bytes(record[24:32], "big") <= send.upto]
+        if not stream.filter.everything:
+            chunk = stream.filter(chunk)
+        if chunk:
+            stream.told = Seqno(int.from_bytes(chunk[-1][24:32], "big"))
+            self._put(stream, stream.speech.records(chunk, stream.opaque), items=len(chunk))
+
+    def _finish_snapshot(self, stream: Stream, send: Send) -> None:
+        self._queue.popleft()
+        stream.todo = None
+        stream.drop()
+        self._hear_of_the_rest(stream)
+        effects = stream.machine.done(stream.told)
+        if advance := _advance(stream, effects):
+            self._put(stream, advance)
+        if send.closes:
+            self._put(stream, stream.closing)
+        self._carry_out(stream, effects)
+        self._settle_unless_ended(stream)
+
+    def _settle_unless_ended(self, stream: Stream) -> None:
+        if stream.machine.phase is not Sending.ENDED:
+            self._settle(stream)
+
+    def _put(self, stream: Stream, data: bytes, *, items: int = 0) -> None:
+        """Bytes of a stream, in order, counted."""
+        stream.count(items, len(data))
+        self.window.sent(len(data))
+        self._out.append(data)
+        self._schedule()
+
+    def _flush(self) -> None:
+        """Write what was put: large pieces as they are, small ones joined."""
+        out, self._out = self._out, []
+        small: list[bytes] = []
+        for piece in out:
+            if len(piece) < DIRECT:
+                small.append(piece)
+                continue
+            if small:
+                self.connection.send(b"".join(small))
+                small = []
+            self.connection.send(piece)
+        if small:
+            self.connection.send(b"".join(small))
+
+    # ── The end of things ─────────────────────────────────────────────────────────────────────────
+
+    def stop(self, stream: Stream, reason: EndReason) -> None:
+        """End a stream from outside: its consumer asked, its partition changed, the node goes."""
+        self._leave_step(stream)
+        self._carry_out(stream, stream.machine.stop(reason))
+        self._schedule()
+
+    def stop_all(self, reason: EndReason) -> None:
+        for stream in tuple(self.streams.values()):
+            self.stop(stream, reason)
+        self._flush()
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._closed = True
+        for stream in tuple(self.streams.values()):
+            self.stop(stream, EndReason.DISCONNECTED)
+        self._queue.clear()
+        self._out.clear()
+        self.node.hub.followers.pop(self, None)
+
+
+def _advance(stream: Stream, effects: Effects) -> bytes:
+    """SEQNO_ADVANCED, where the machine wants it: it stands inside the snapshot, as its last message."""
+    for effect in effects:
+        if isinstance(effect, Advance):
+            return stream.speech.advance(stream.partition, stream.opaque, effect.seqno)
+    return b""
+
+
+def nothing_overwritten(store: PartitionStore, start: int, until: int) -> bool:
+    """Is everything that changed in (start, until] and was true at `until` still there?
+
+    So it is when every seqno of the stretch is there, or when only new keys came after it. Anything else is
+    not worth finding out: the consumer then gets its changes without the promise of a consistent point.
+    """
+    later = kernel.after(store.items, until)
+    fresh = all(isinstance(entry, bytes) and entry[32:40] == b"\0\0\0\0\0\0\0\1" for entry in later)
+    if fresh:
+        return store.purged <= until
+    return len(kernel.after(store.items, start)) - len(later) == until - start

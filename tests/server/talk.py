@@ -1,0 +1,207 @@
+"""A plain peer for tests: a socket and the protocol tables, nothing of our own client library."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from tests.nodes import Node
+from upper.model.messages import (
+    Acknowledged,
+    Change,
+    Control,
+    Deletion,
+    Message,
+    Mutation,
+    Noop,
+    Request,
+    Response,
+    StreamAccepted,
+    StreamFlag,
+    StreamRequest,
+)
+from upper.model.values import NO_END, BranchId, Cas, Partition, Seqno
+from upper.wire.codes import Opcode, Side
+from upper.wire.session import Session
+from upper.wire.table import Dialect
+from upper.wire.upr import UPR
+
+M = TypeVar("M")
+
+
+class Peer:
+    """One connection to a node. Messages that nobody waited for are kept in `seen`."""
+
+    def __init__(
+        self, node: Node | tuple[str, int], dialect: Dialect | None = UPR, *, timeout: float = 10.0
+    ) -> None:
+        address = node.address if isinstance(node, Node) else node
+        self.socket = socket.create_connection(address, timeout=timeout)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.session = Session(Side.CLIENT, dialect=dialect)
+        self.timeout = timeout
+        self.inbox: list[Message] = []
+        self._opaque = 1000
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    # ── Raw ───────────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, message: Message) -> None:
+        self.session.send(message)
+        self.socket.sendall(self.session.take_output())
+
+    def receive(self) -> list[Message]:
+        """At least one more message; raises EOFError when the node has closed."""
+        while not self.inbox:
+            data = self.socket.recv(1 << 18)
+            if not data:
+                raise EOFError("the node closed the connection")
+            for message in self.session.receive(data):
+                if isinstance(message, Noop):
+                    self.send(Acknowledged(opcode=0x5C, opaque=message.opaque))
+                else:
+                    self.inbox.append(message)
+        found, self.inbox = self.inbox, []
+        return found
+
+    def until(self, wanted: Callable[[Message], bool]) -> list[Message]:
+        """Messages up to the first that is wanted, that one included; the rest stays in the inbox."""
+        seen: list[Message] = []
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
+            messages = self.receive()
+            for place, message in enumerate(messages):
+                seen.append(message)
+                if wanted(message):
+                    self.inbox = messages[place + 1 :] + self.inbox
+                    return seen
+        raise TimeoutError(f"it did not come; there were {seen[-5:]}")
+
+    def wait_for(self, kind: type[M], opaque: int | None = None) -> M:
+        """The next message of this kind; what came before it is dropped."""
+        message = self.until(
+            lambda m: isinstance(m, kind) and (opaque is None or getattr(m, "opaque", None) == opaque)
+        )[-1]
+        assert isinstance(message, kind)
+        return message
+
+    # ── Key-value ─────────────────────────────────────────────────────────────────────────────────
+
+    def ask(
+        self,
+        opcode: int,
+        key: bytes = b"",
+        value: bytes = b"",
+        *,
+        extras: bytes = b"",
+        partition: int = 0,
+        cas: int = 0,
+        data_type: int = 0,
+    ) -> Response:
+        """One key-value command, and its answer."""
+        self._opaque += 1
+        opaque = self._opaque
+        self.send(
+            Request(
+                opcode=opcode,
+                key=key,
+                value=value,
+                extras=extras,
+                partition=Partition(partition),
+                cas=Cas(cas),
+                opaque=opaque,
+                data_type=data_type,
+            )
+        )
+        kept: list[Message] = []
+        while True:
+            messages = self.receive()
+            for place, message in enumerate(messages):
+                if isinstance(message, Response) and message.opaque == opaque:
+                    self.inbox = kept + messages[place + 1 :] + self.inbox
+                    return message
+                kept.append(message)
+
+    def set(
+        self, key: bytes, value: bytes, *, partition: int = 0, expiration: int = 0, cas: int = 0
+    ) -> Response:
+        extras = bytes(4) + expiration.to_bytes(4, "big")
+        return self.ask(Opcode.SET, key, value, extras=extras, partition=partition, cas=cas)
+
+    def get(self, key: bytes, *, partition: int = 0) -> Response:
+        return self.ask(Opcode.GET, key, partition=partition)
+
+    def delete(self, key: bytes, *, partition: int = 0) -> Response:
+        return self.ask(Opcode.DELETE, key, partition=partition)
+
+    def stats(self, group: str = "") -> dict[str, str]:
+        self._opaque += 1
+        self.send(Request(opcode=Opcode.STAT, key=group.encode(), opaque=self._opaque))
+        rows: dict[str, str] = {}
+        while True:
+            messages = self.receive()
+            for place, message in enumerate(messages):
+                if isinstance(message, Response) and message.opaque == self._opaque:
+                    if not message.key:
+                        self.inbox = messages[place + 1 :] + self.inbox
+                        assert message.status == 0, message
+                        return rows
+                    rows[message.key.decode()] = message.value.decode()
+
+    # ── Streams ───────────────────────────────────────────────────────────────────────────────────
+
+    def control(self, name: str, text: str) -> Message:
+        self.send(Control(name=name.encode(), setting=text.encode(), opaque=77))
+        return self.until(lambda message: getattr(message, "opaque", None) == 77)[-1]
+
+    def follow(
+        self,
+        partition: int = 0,
+        *,
+        opaque: int | None = None,
+        start: int = 0,
+        end: int = NO_END,
+        branch: int = 0,
+        flags: StreamFlag = StreamFlag.SEND_LOG,
+        name: bytes = b"",
+    ) -> Message:
+        """Ask for a stream; the answer."""
+        opaque = partition if opaque is None else opaque
+        self.send(
+            StreamRequest(
+                partition=Partition(partition),
+                opaque=opaque,
+                start=Seqno(start),
+                end=Seqno(end),
+                branch=BranchId(branch),
+                flags=flags,
+                name=name,
+            )
+        )
+        return self.until(
+            lambda m: getattr(m, "opaque", None) == opaque and not isinstance(m, Mutation | Deletion)
+        )[-1]
+
+    def accepted(self, partition: int = 0, **asked: object) -> StreamAccepted:
+        answer = self.follow(partition, **asked)  # type: ignore[arg-type]
+        assert isinstance(answer, StreamAccepted), answer
+        return answer
+
+    def changes(self, count: int) -> list[Change]:
+        """The next so many changes; markers between them are dropped."""
+        found: list[Change] = []
+        while len(found) < count:
+            seen = self.until(lambda message: isinstance(message, Mutation | Deletion))
+            assert isinstance(seen[-1], Mutation | Deletion)
+            found.append(seen[-1])
+        return found
