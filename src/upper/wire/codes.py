@@ -170,17 +170,17 @@ class Numbers:
     ) -> None:
         self.members = dict(numbers)
         self._numbers = {member: number for number, member in numbers.items()} | dict(also or {})
-        self._tolerant = tolerant
+        self.tolerant = tolerant
 
     def read(self, number: int) -> Any:
         if number in self.members:
             return self.members[number]
-        if self._tolerant:
+        if self.tolerant:
             return EndReason.unknown(number)
         raise LookupError(number)
 
     def write(self, value: Any) -> int:
-        if self._tolerant and isinstance(value, int) and value >= UNKNOWN:
+        if self.tolerant and isinstance(value, int) and value >= UNKNOWN:
             return value - UNKNOWN
         return self._numbers[value]
 

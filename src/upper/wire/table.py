@@ -51,6 +51,13 @@ class _Misfit(Exception):
         self.stage, self.error = stage, error
 
 
+WRONG_EXTRAS = 4
+
+
+def _wrong_extras(name: str, head: Header, allowed: str, base: int) -> BadLength:
+    return BadLength(f"{head.extras_length} bytes of extras in a {name}; it has {allowed}", at=base + 4)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
     """One kind of packet."""
@@ -76,7 +83,7 @@ class Row:
     fixed: Mapping[str, Any] = field(default_factory=dict)  # what the packet says by being this one
     assumed: Mapping[str, Any] = field(default_factory=dict)  # what the packet cannot say
     adapter: Adapter | None = None
-    note: str = ""
+    read_only: bool = False  # understood, and never sent
 
     _layouts: dict[int, Layout] = field(init=False)
     _attributes: frozenset[str] = field(init=False)
@@ -149,13 +156,7 @@ class Row:
                 3, ReservedBits(f"status 0x{head.status:02x} does not belong to a {self.name}", at=base + 6)
             )
         if head.extras_length not in self._layouts and not self.any_extras:
-            raise _Misfit(
-                4,
-                BadLength(
-                    f"{head.extras_length} bytes of extras in a {self.name}; it has {sizes(self.layouts)}",
-                    at=base + 4,
-                ),
-            )
+            raise _Misfit(WRONG_EXTRAS, _wrong_extras(self.name, head, sizes(self.layouts), base))
         if not self.key.fits(head.key_length):
             raise _Misfit(
                 5,
@@ -319,20 +320,26 @@ class Dialect:
 
     def row(self, head: Header, *, by: Side | None = None, base: int = 0) -> Row:
         """The row that a packet with this header is of."""
-        closest: _Misfit | None = None
+        misfits: list[tuple[Row, _Misfit]] = []
         for row in self._reading.get((head.magic, head.opcode), ()):
             try:
                 row.check(head, by, base=base)
             except _Misfit as misfit:
-                if closest is None or misfit.stage > closest.stage:
-                    closest = misfit
+                misfits.append((row, misfit))
             else:
                 return row
-        if closest is not None:
-            raise closest.error
+        if misfits:
+            raise self._closest(misfits, head, base)
         if self._stranger is not None and head.magic == self._stranger.magic:
             return self._stranger
         raise UnknownOpcode(f"opcode 0x{head.opcode:02x} means nothing in {self.name}", at=base + 1)
+
+    def _closest(self, misfits: list[tuple[Row, _Misfit]], head: Header, base: int) -> ProtocolError:
+        row, misfit = max(misfits, key=lambda pair: pair[1].stage)
+        if misfit.stage != WRONG_EXTRAS:
+            return misfit.error
+        kin = [other for other, why in misfits if why.stage == WRONG_EXTRAS and other.name == row.name]
+        return _wrong_extras(row.name, head, sizes([one for other in kin for one in other.layouts]), base)
 
     def decode(
         self, packet: Bytes, *, by: Side | None = None, base: int = 0, max_body: int = MAX_BODY
@@ -361,7 +368,7 @@ class Dialect:
             return rows[0].write(message)
         # A dialect that cannot say everything drops what it has no room for; of several packets, the
         # first that drops least.
-        able = [row for row in rows if row.can_say(message)]
+        able = [row for row in rows if not row.read_only and row.can_say(message)]
         if not able:
             raise LocalProtocolError(f"{self.name} has no packet for this {kind.__name__}")
         return min(able, key=lambda row: row.losses(message)).write(message)

@@ -10,6 +10,7 @@ from a STREAM BEGIN (both are 0x81 0x03 with data type 0): here it is always the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from upper.model.messages import (
@@ -21,6 +22,7 @@ from upper.model.messages import (
     Mutation,
     Refusal,
     Request,
+    Response,
     RollbackRequired,
     SnapshotEnd,
     SnapshotMarker,
@@ -152,6 +154,11 @@ UPR0 = KV.but(
         Request: [
             Row(name="header", message=Request, opcode=REQUESTS, data_type=0, sample=True),
             *KV.rows[Request],
+        ],
+        # Answers to ADD, REPLACE, DELETE and INCREMENT have the same opcodes, and data type 0.
+        Response: [
+            replace(row, data_type=0) if row.opcode in (RESPONSES, BEGIN, MESSAGE, CLOSE) else row
+            for row in KV.rows[Response]
         ],
     },
 )

@@ -1,0 +1,55 @@
+"""Take packets apart: every field of each, with its offset, as the specifications print them.
+
+The packets are given in hex, in one argument or in many; spaces, colons and 0x are fine. `-` reads
+them from standard input. Without --dialect the first byte pairs tell, as on a connection.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from upper.cli.output import ExitCode, Output
+from upper.errors import ProtocolError
+
+EXAMPLES = """
+upper packet 805100000000000000000000deadbeef0000000000000000
+upper packet --dialect tap --json 8040000500000000000000050000000000000000000000006e6f646531
+xxd -p capture.bin | upper packet -
+"""
+
+SEPARATORS = str.maketrans("", "", " \t\r\n\f\v:,_")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("hex", nargs="+", metavar="HEX", help="packets in hex, or - for standard input")
+    parser.add_argument(
+        "--dialect",
+        choices=("upr", "upr0", "tap", "dcp", "kv"),
+        help="what the packets speak; by default they tell themselves",
+    )
+
+
+def run(args: Namespace, out: Output) -> ExitCode:
+    from upper.wire.session import DIALECTS
+    from upper.wire.show import pictures
+
+    given = (sys.stdin.read() if part == "-" else part for part in args.hex)
+    data = parse_hex(" ".join(given))
+    if not data:
+        raise ProtocolError("there is no packet here; give one in hex", at=0)
+    for number, picture in enumerate(pictures(data, DIALECTS[args.dialect] if args.dialect else None)):
+        text = picture.table()
+        out.show(picture.record(), text=f"\n{text}" if number else text)
+    return ExitCode.OK
+
+
+def parse_hex(text: str) -> bytes:
+    """Bytes of hex digits as people paste them."""
+    digits = text.replace("0x", " ").replace("0X", " ").translate(SEPARATORS)
+    for at, digit in enumerate(digits):
+        if digit not in "0123456789abcdefABCDEF":
+            raise ProtocolError(f"{digit!r} is not a hex digit", at=at // 2)
+    if len(digits) % 2:
+        raise ProtocolError("half a byte is missing; hex digits come in pairs", at=len(digits) // 2)
+    return bytes.fromhex(digits)

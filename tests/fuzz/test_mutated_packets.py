@@ -1,0 +1,107 @@
+"""Bytes that nobody meant: every one of them is a message or a protocol error, and never anything else.
+
+The packets are the vectors, with bits turned, bytes replaced, cut out, doubled and spliced into each
+other. UPPER_HYPOTHESIS=thorough looks longer.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.wire.samples import vectors
+from upper.errors import RemoteProtocolError
+from upper.model.messages import Message, Unreadable
+from upper.wire.codes import Side
+from upper.wire.packet import HEADER_SIZE, header
+from upper.wire.session import DIALECTS, Session
+from upper.wire.show import pictures
+from upper.wire.table import Dialect
+
+USUAL = settings().max_examples
+PACKETS = st.sampled_from([vector.on_the_wire for vector in vectors()])
+SPEAKERS = st.sampled_from([None, *Side])
+SPOKEN = st.sampled_from(list(DIALECTS.values()))
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    data = bytearray(draw(PACKETS))
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(data) - 1)))
+        match draw(st.sampled_from(["flip", "replace", "cut", "double", "splice", "length"])):
+            case "flip" if data:
+                data[at] ^= 1 << draw(st.integers(0, 7))
+            case "replace" if data:
+                data[at] = draw(st.sampled_from([0, 1, 2, 3, 4, 5, 0x7F, 0x80, 0x81, 0xFE, 0xFF]))
+            case "cut":
+                del data[at : at + draw(st.integers(1, 9))]
+            case "double":
+                data[at:at] = data[at : at + draw(st.integers(1, 9))]
+            case "splice":
+                data[at:] = draw(PACKETS)[at:]
+            case "length" if len(data) >= HEADER_SIZE:
+                data[8:12] = (len(data) - HEADER_SIZE).to_bytes(4, "big")  # so that the rest gets looked at
+            case _:
+                pass
+    return bytes(data)
+
+
+def outcome(spoken: Dialect, data: bytes, by: Side | None = None) -> Message | RemoteProtocolError:
+    """What came of it; any other exception goes through."""
+    try:
+        return spoken.decode(data, by=by)
+    except RemoteProtocolError as error:
+        return error
+
+
+@settings(max_examples=15 * USUAL)
+@given(mutated(), SPOKEN, SPEAKERS)
+def test_a_mutated_packet_is_a_message_or_a_protocol_error(
+    data: bytes, spoken: Dialect, by: Side | None
+) -> None:
+    came = outcome(spoken, data, by)
+    if isinstance(came, RemoteProtocolError):
+        assert came.at is not None
+        assert 0 <= came.at <= len(data)
+    else:
+        # What was understood can be said again, and then means the same.
+        assert spoken.decode(spoken.encode(came), by=by) == came
+
+
+@settings(max_examples=5 * USUAL)
+@given(st.lists(mutated(), min_size=1, max_size=4), st.sampled_from(Side), st.none() | SPOKEN)
+def test_a_session_survives_anything(packets: list[bytes], side: Side, spoken: Dialect | None) -> None:
+    session = Session(side, dialect=spoken)
+    got: list[Message] = []
+    for data in packets:
+        try:
+            got += session.receive(data)
+        except RemoteProtocolError:
+            break
+    for message in got:
+        if isinstance(message, Unreadable) and message.refusal:
+            answer = header(message.refusal)
+            assert answer.size == len(message.refusal)
+            assert answer.opaque == message.opaque
+    if session.refusal:
+        assert session.error is not None
+        assert header(session.refusal).size == len(session.refusal)
+    assert session.buffered <= sum(map(len, packets))
+
+
+@settings(max_examples=5 * USUAL)
+@given(mutated(), st.none() | SPOKEN)
+def test_pictures_are_drawn_of_anything_that_can_be_read(data: bytes, spoken: Dialect | None) -> None:
+    try:
+        for picture in pictures(data, spoken):
+            assert picture.table()
+            assert picture.record()
+    except RemoteProtocolError:
+        pass
+
+
+@settings(max_examples=5 * USUAL)
+@given(st.binary(max_size=200), SPOKEN)
+def test_plain_noise_is_a_message_or_a_protocol_error(data: bytes, spoken: Dialect) -> None:
+    outcome(spoken, data)

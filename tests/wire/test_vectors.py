@@ -1,0 +1,207 @@
+"""The specifications' own packets, and ours: what they are, and that they survive the way there and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.wire.samples import PRINTED, Vector, vectors
+from upper.errors import RemoteProtocolError
+from upper.model.messages import (
+    EndReason,
+    FailoverLogAnswer,
+    Mutation,
+    Refusal,
+    RollbackRequired,
+    SetState,
+    SnapshotMarker,
+    StopStream,
+    StreamEnd,
+    StreamFlag,
+    StreamRequest,
+    TapConnect,
+)
+from upper.model.values import Partition, Seqno, State, Version
+from upper.wire.codes import Side
+from upper.wire.dcp import DCP
+from upper.wire.packet import header
+from upper.wire.show import pictures
+from upper.wire.tap import TAP
+from upper.wire.upr import UPR
+from upper.wire.upr0 import UPR0
+
+NEVER_SENT = {"upr-stream_request_rollback_as_value"}
+
+every = pytest.mark.parametrize("vector", vectors(), ids=str)
+
+
+def named(dialect: str, name: str) -> bytes:
+    return next(v.on_the_wire for v in vectors() if (v.dialect.name, v.name) == (dialect, name))
+
+
+def test_all_thirty_five_printed_packets_are_here_and_ten_of_them_have_wrong_lengths() -> None:
+    assert len(PRINTED) == 35
+    wrong = [vector for vector in PRINTED if vector.as_printed != vector.on_the_wire]
+    assert len(wrong) == 10
+    assert all(vector.why for vector in wrong)
+    assert not any(vector.why for vector in PRINTED if vector not in wrong)
+
+
+@every
+def test_a_vector_read_and_written_again_is_the_same_bytes(vector: Vector) -> None:
+    message = vector.dialect.decode(vector.on_the_wire)
+    if str(vector) in NEVER_SENT:
+        assert vector.dialect.encode(message) == vector.on_the_wire[:4] + b"\x08" + vector.on_the_wire[5:]
+        return
+    assert vector.dialect.encode(message) == vector.on_the_wire
+    assert vector.dialect.decode(vector.dialect.encode(message)) == message
+
+
+@every
+def test_a_vector_has_the_name_and_the_fields_that_its_specification_gives_it(vector: Vector) -> None:
+    (picture,) = pictures(vector.on_the_wire, vector.dialect)
+    assert picture.name == vector.packet
+    assert picture.extras == vector.extras
+    assert picture.key == vector.key.encode()
+
+
+@every
+def test_the_lengths_of_every_vector_add_up(vector: Vector) -> None:
+    head = header(vector.on_the_wire)
+    assert head.size == len(vector.on_the_wire)
+
+
+@pytest.mark.parametrize("vector", [v for v in PRINTED if v.why], ids=str)
+def test_a_packet_with_the_lengths_that_were_printed_is_refused(vector: Vector) -> None:
+    assert vector.as_printed is not None
+    with pytest.raises(RemoteProtocolError):
+        vector.dialect.decode(vector.as_printed)
+
+
+def test_upr_requests_tell_where_the_consumer_stands() -> None:
+    message = UPR.decode(named("upr", "stream_request_cannot_continue"))
+    assert message == StreamRequest(
+        partition=Partition(0),
+        opaque=0xDEADBEEF,
+        start=Seqno(0xFFEEDD),
+        branch=message.branch,  # type: ignore[union-attr]
+        name=b"vbstream-0",
+    )
+    assert message.branch == 0xFEEDDECA
+
+
+def test_upr_rollback_is_read_from_extras_and_from_value() -> None:
+    assert UPR.decode(named("upr", "stream_request_rollback")) == RollbackRequired(
+        opaque=0xDEADBEEF, seqno=Seqno(0)
+    )
+    assert UPR.decode(named("upr", "stream_request_rollback_as_value")) == RollbackRequired(
+        opaque=1, seqno=Seqno(426)
+    )
+
+
+def test_upr_log_comes_newest_first_as_printed() -> None:
+    message = UPR.decode(named("upr", "failover_log_response"))
+    assert isinstance(message, FailoverLogAnswer)
+    assert [(v.branch, v.seqno) for v in message.versions] == [
+        (0xFEEDDECA, 0x5432),
+        (0xDECAFE, 0x1343214),
+        (0xFEEDFACE, 4),
+        (0xDEADBEEF, 0x6524),
+    ]
+
+
+def test_upr0_type_two_is_a_log_or_not_my_vbucket() -> None:
+    assert UPR0.decode(named("upr0", "failover_log_response")) == FailoverLogAnswer(
+        opaque=0x2D,
+        partition=Partition(12),
+        versions=(Version(0xDF2, 0xF294), Version(0x7B43, 0x9321)),  # type: ignore[arg-type]
+    )
+    refusal = UPR0.decode(named("upr0", "stream_request_not_my_vbucket"))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.partition, refusal.opaque) == (0x07, 12, 0x2D)
+
+
+def test_upr0_reads_forty_bytes_of_extras_with_flags_in_front() -> None:
+    short = named("upr0", "stream_request")
+    long = bytearray(short[:24] + bytes.fromhex("0000000400000000") + short[24:])
+    long[4], long[11] = 40, 40 + 14
+    message = UPR0.decode(bytes(long))
+    assert isinstance(message, StreamRequest)
+    assert message.flags == StreamFlag.KEYS_ONLY
+    assert message.name == b"replication_12"
+    assert UPR0.encode(message) == short  # flags have no place in the 32 bytes that we send
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("stream_end_ok", EndReason.OK), ("stream_end_state_changed", EndReason.STATE_CHANGED)],
+)
+def test_upr0_counts_its_reasons_from_one(name: str, reason: EndReason) -> None:
+    message = UPR0.decode(named("upr0", name))
+    assert message == StreamEnd(partition=Partition(12), opaque=0x2D, reason=reason)
+
+
+def test_who_speaks_tells_a_stop_from_an_end() -> None:
+    packet = named("upr", "stream_end_closed")
+    assert isinstance(UPR.decode(packet, by=Side.SERVER), StreamEnd)
+    assert UPR.decode(packet, by=Side.CLIENT) == StopStream(partition=Partition(5), opaque=1)
+    assert isinstance(UPR.decode(named("upr", "stop_stream")), StopStream)
+
+
+def test_states_have_other_numbers_in_upr_than_anywhere_else() -> None:
+    replica = SetState(partition=Partition(1), state=State.REPLICA)
+    assert UPR.encode(replica)[-1] == 3
+    assert DCP.encode(replica)[-1] == 2
+    assert TAP.encode(replica)[-1] == 2
+
+
+def test_tap_options_arrive_as_values_of_their_own() -> None:
+    assert TAP.decode(named("tap", "connect")) == TapConnect(name=b"node1")
+    future = TAP.decode(named("tap", "connect_backfill_future_only"))
+    assert future == TapConnect(name=b"node1", backfill=0xFFFFFFFF)
+    assert TAP.decode(named("tap", "connect_dump")) == TapConnect(name=b"node1", dump=True)
+    listed = TAP.decode(named("tap", "connect_list_vbuckets"))
+    assert listed == TapConnect(name=b"node1", partitions=(Partition(1), Partition(2), Partition(5)))
+
+
+def test_tap_flags_are_read_from_eight_bytes_as_well() -> None:
+    short = named("tap", "connect_list_vbuckets")
+    long = bytearray(short[:24] + bytes(4) + short[24:])
+    long[4] = 8
+    long[11] += 4
+    assert TAP.decode(bytes(long)) == TAP.decode(short)
+
+
+def test_a_dcp_marker_of_each_version_keeps_what_it_says() -> None:
+    third = DCP.decode(named("dcp", "snapshot_marker_v2_2"))
+    assert isinstance(third, SnapshotMarker)
+    assert (third.start, third.end, third.kind, third.max_visible, third.high_completed) == (1, 9, 2, 8, 7)
+    assert (third.high_prepared, third.purged, third.timestamp) == (6, 5, None)
+    first = DCP.decode(named("dcp", "snapshot_marker_v1"))
+    assert isinstance(first, SnapshotMarker)
+    assert first.max_visible is None
+
+
+def test_extended_metadata_is_not_part_of_the_value() -> None:
+    message = DCP.decode(named("dcp", "mutation_with_metadata"))
+    assert isinstance(message, Mutation)
+    assert (message.value, message.extended) == (b"world", b"abc")
+
+
+def test_a_reason_that_dcp_does_not_know_is_not_taken_for_one_of_ours() -> None:
+    packet = named("dcp", "stream_end_state_changed")[:-1] + b"\x09"
+    message = DCP.decode(packet)
+    assert isinstance(message, StreamEnd)
+    assert message.reason.name == "UNKNOWN_9"
+    assert message.reason != EndReason.LOST_PRIVILEGES
+    assert DCP.encode(message) == packet
+
+
+def test_a_flag_that_nobody_knows_travels_on() -> None:
+    packet = bytearray(named("upr", "stream_request_retry"))
+    packet[24:28] = b"\x00\x00\x01\x05"
+    message = UPR.decode(bytes(packet))
+    assert isinstance(message, StreamRequest)
+    assert message.flags & StreamFlag.KEYS_ONLY
+    assert message.flags.strangers == 0x100
+    assert not message.flags & StreamFlag.DISK_ONLY
+    assert UPR.encode(message) == packet
