@@ -44,6 +44,7 @@ from upper.storage.settings import MIB, Durability, StorageSettings
 log = logging.getLogger("upper.storage")
 
 DEFAULT_PARTITIONS = 1024
+UNKNOWN_BRANCH = BranchId(1)  # what a partition has before anything was read of it
 
 
 class Commit(NamedTuple):
@@ -87,7 +88,7 @@ class _Outcome(NamedTuple):
 
 def fresh_branch() -> BranchId:
     """An id for a branch: 48 random bits, so that it survives every JSON number."""
-    return BranchId(secrets.randbits(47) + 1)
+    return BranchId(secrets.randbits(47) + 2)
 
 
 class Bucket:
@@ -110,7 +111,7 @@ class Bucket:
         self.expiry = Expiry()
         self.partitions = [
             PartitionStore(
-                self, Partition(number), state=State.DEAD, log=FailoverLog((Version(BranchId(1), ZERO),))
+                self, Partition(number), state=State.DEAD, log=FailoverLog((Version(UNKNOWN_BRANCH, ZERO),))
             )
             for number in range(identity.partitions)
         ]
@@ -154,7 +155,7 @@ class Bucket:
         began = time.monotonic()
         directory, disk = Path(path), disk or Disk()
         settings = settings or StorageSettings()
-        lock = _lock(directory, disk)
+        lock = lock_directory(directory, disk)
         try:
             identity = load.read_identity(directory)
             if identity is None:
@@ -187,17 +188,8 @@ class Bucket:
         segments, tail = loader.load_journal(floor.first)
         loader.finish(tail.last)
         self.clock.last = loader.clock
-        known = max([tail.last, floor.first - 1, *loader.covered.values()])
-        if mark is not None and not tail.last:
-            load.refuse(load.Finding("journal", "it is gone"))
-        if known > tail.last:
-            load.refuse(
-                load.Finding("journal", f"it ends with batch {tail.last}, but there was a batch {known}")
-            )
-        if mark is not None and mark.batch is not None and mark.batch != tail.last:
-            load.refuse(
-                load.Finding("journal", f"it ends with batch {tail.last}; closing left it at {mark.batch}")
-            )
+        for finding in load.ending(tail, mark, known=load.last_known(loader, floor)):
+            load.refuse(finding)
         self.journal.segments = segments
         self.done, self.ticket = tail.last, tail.last + 1
         clean = mark is None or mark.batch is not None
@@ -205,7 +197,7 @@ class Bucket:
             mark.damaged or tail.doubtful or (not clean and mark.durability == Durability.MEMORY)
         )
         try:
-            self._settle(tail, leftovers)
+            self.settle(tail, leftovers)
             if not tail.last:
                 # Facts before the mark: a directory with a mark and without a journal has lost it.
                 self._first_facts(state)
@@ -241,7 +233,7 @@ class Bucket:
                 load.refuse(load.Finding(f"partition {store.id}", f"its file number {needed} is missing"))
         return leftovers
 
-    def _settle(self, tail: load.Tail, leftovers: list[Path]) -> None:
+    def settle(self, tail: load.Tail, leftovers: list[Path]) -> None:
         """Make the directory be what was read from it."""
         for path in (*leftovers, *tail.drop):
             self.disk.unlink(path)
@@ -580,7 +572,7 @@ class Bucket:
             at += size
 
 
-def _lock(directory: Path, disk: Disk) -> int:
+def lock_directory(directory: Path, disk: Disk) -> int:
     """Make the directory if need be, and keep every other process out of it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -94,8 +94,12 @@ class Journal:
             self.files.disk.close(fd)
 
     def _open_next(self, first: int) -> None:
-        disk = self.files.disk
         number = self.segments[-1].file.number + 1 if self.segments else 1
+        self.begin(number, first)
+
+    def begin(self, number: int, first: int) -> None:
+        """Go on in a new segment of this number, whose first batch will be `first`."""
+        disk = self.files.disk
         path = segment_path(self.directory, number)
         fd = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
         header = file_header(JOURNAL_MAGIC, FileHeader(0, self.uuid, number, first))

@@ -179,6 +179,21 @@ class Tail:
     drop: list[Path] = field(default_factory=list)  # segments without so much as a header
 
 
+def last_known(loader: Loader, floor: Floor) -> int:
+    """The newest batch that files other than the journal speak of."""
+    return max([floor.first - 1, *loader.covered.values()])
+
+
+def ending(tail: Tail, mark: Mark | None, *, known: int) -> Iterator[Finding]:
+    """Does the journal end where it should?"""
+    if mark is not None and not tail.last:
+        yield Finding("journal", "it is gone")
+    elif known > tail.last:
+        yield Finding("journal", f"it ends with batch {tail.last}, but there was a batch {known}")
+    elif mark is not None and mark.batch is not None and mark.batch != tail.last:
+        yield Finding("journal", f"it ends with batch {tail.last}; closing left it at {mark.batch}")
+
+
 class Loader:
     """Reads partitions of a bucket into stores that were made for them."""
 
@@ -202,6 +217,7 @@ class Loader:
         self.expiry = expiry
         self.covered: dict[int, int] = {}  # the batch up to which a file holds a partition
         self.clock = 0
+        self.wounded: set[int] = set()  # partitions of which something is missing
         self._unmeasured = 0
         self._before = array("Q", bytes(8 * partitions))
         self._segment = 1  # first batch of the segment being read
@@ -285,6 +301,7 @@ class Loader:
         if len(store.items) != facts.entries:
             found = f"{len(store.items)} entries of partition {store.id}"
             self._problem(Finding(where, f"it holds {found} and should hold {facts.entries}"))
+            self.wounded.add(store.id)
         self._highs[store.id] = facts.high
 
     # ── The journal ───────────────────────────────────────────────────────────────────────────────
