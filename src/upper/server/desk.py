@@ -154,10 +154,9 @@ class Desk(Sender):
 
     def _open(self, request: StreamRequest) -> None:
         partition, opaque, flags = request.partition, request.opaque, request.flags
-        if flags & ~FLAGS:
-            raise InvalidArguments(
-                f"stream flags 0x{int(flags & ~FLAGS):x} are not known here; leave them out"
-            )
+        if unknown := int(flags) & ~int(FLAGS):
+            bits = unknown >> 32 or unknown  # what the dialect does not know stands above what it does
+            raise InvalidArguments(f"stream flags 0x{bits:x} are not known here; leave them out")
         if flags & StreamFlag.TAKEOVER and Role.ADMIN not in self.connection.roles:
             raise NotAllowed("a takeover needs the role admin; ask an administrator")
         if flags & StreamFlag.TAKEOVER and not self.speech.states:

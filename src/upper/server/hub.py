@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from upper import kernel
 from upper.model.values import Partition, Seqno
 from upper.server.speech import IN_UPR
+from upper.storage.records import seqno_of
 
 if TYPE_CHECKING:
     from upper.server.streams import Stream
@@ -113,7 +114,7 @@ class Hub:
                 follower.feed(batch)
         for partition, records in groups.items():
             line = self.lines[partition]
-            last = _seqno(records[-1])
+            last = seqno_of(records[-1])
             if line.waiting:
                 self._tell(line, [Run(line.reached + 1, last, records)], only=line.waiting)
             line.items += len(records)
@@ -165,7 +166,7 @@ def runs(records: list[bytes], reached: int) -> Iterator[Run]:
     for record in records:
         if record[1] == FLUSH:
             if run:
-                last = _seqno(run[-1])
+                last = seqno_of(run[-1])
                 yield Run(reached + 1, last, run)
                 reached, run = last, []
             reached += 1
@@ -173,8 +174,4 @@ def runs(records: list[bytes], reached: int) -> Iterator[Run]:
         else:
             run.append(record)
     if run:
-        yield Run(reached + 1, _seqno(run[-1]), run)
-
-
-def _seqno(record: bytes) -> int:
-    return int.from_bytes(record[24:32], "big")
+        yield Run(reached + 1, seqno_of(run[-1]), run)

@@ -33,6 +33,7 @@ from upper.model.messages import EndReason
 from upper.model.values import NO_END, Seqno, State
 from upper.server.hub import Batch, Follower, Run
 from upper.server.streams import Stream, Todo
+from upper.storage.records import seqno_of
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
@@ -88,7 +89,7 @@ class Sender(Follower):
             for partition in batch.groups.keys() & self._apart.keys():
                 line = batch.lines[partition]
                 records = batch.groups[partition]
-                last = int.from_bytes(records[-1][24:32], "big")
+                last = seqno_of(records[-1])
                 self.hear(self._apart[partition], [Run(line.reached + 1, last, records)])
 
     def _forward(self, batch: Batch, parts: list[bytes]) -> None:
@@ -104,7 +105,7 @@ class Sender(Follower):
             if (stream := self._step.pop(partition, None)) is not None:
                 stream.leave_line()
                 records = batch.groups[partition]
-                last = Seqno(int.from_bytes(records[-1][24:32], "big"))
+                last = Seqno(seqno_of(records[-1]))
                 stream.machine.committed(Seqno(stream.line.reached + 1), last, room=False)
                 self._enqueue(stream, Todo.ROOM)
         self.node.counters.fell_behind += 1
@@ -174,12 +175,12 @@ class Sender(Follower):
 
     def _forward_apart(self, stream: Stream, send: Forward, records: list[bytes]) -> None:
         """One commit to one stream: cut at its end, each key once, filtered, in its dialect."""
-        if send.upto < NO_END and int.from_bytes(records[-1][24:32], "big") > send.upto:
-            records = [record for record in records if int.from_bytes(record[24:32], "big") <= send.upto]
+        if send.upto < NO_END and seqno_of(records[-1]) > send.upto:
+            records = [record for record in records if seqno_of(record) <= send.upto]
         passed = kernel.latest(records)
         if not stream.filter.everything:
             passed = stream.filter(passed)
-        told = Seqno(int.from_bytes(passed[-1][24:32], "big")) if passed else stream.machine.told
+        told = Seqno(seqno_of(passed[-1])) if passed else stream.machine.told
         effects = stream.machine.done(told) if stream.machine.phase is Sending.SENDING else ()
         advance = _advance(stream, effects)
         if passed or advance:
@@ -312,7 +313,7 @@ class Sender(Follower):
             stream.told = stream.machine.told
             self._put(stream, stream.opening)
         chunk = next(stream.chunks, None)
-        if chunk is not None:
+        if chunk is not None and seqno_of(chunk[0]) <= send.upto:
             self._put_records(stream, chunk, send)
         else:
             self._finish_snapshot(stream, send)
@@ -323,12 +324,12 @@ class Sender(Follower):
         return min(chunk, max(self.window.size // 4, 1)) if self.window.size else chunk
 
     def _put_records(self, stream: Stream, chunk: list[bytes], send: Send) -> None:
-        if send.upto < send.end:
-            chunk = [record for record in chunk if int.from_bytes(record[24:32], "big") <= send.upto]
+        if stream.changes is not None and send.upto < stream.changes.end:
+            chunk = [record for record in chunk if seqno_of(record) <= send.upto]
         if not stream.filter.everything:
             chunk = stream.filter(chunk)
         if chunk:
-            stream.told = Seqno(int.from_bytes(chunk[-1][24:32], "big"))
+            stream.told = Seqno(seqno_of(chunk[-1]))
             self._put(stream, stream.speech.records(chunk, stream.opaque), items=len(chunk))
 
     def _finish_snapshot(self, stream: Stream, send: Send) -> None:

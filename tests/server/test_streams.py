@@ -1,0 +1,587 @@
+"""UPR streams of a real node: backfill, live, ends, rollbacks, flow, filters, flush, state changes, takeover."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+
+import pytest
+from tests.nodes import Node
+from tests.server.talk import Peer
+
+from upper.errors import InvalidArguments
+from upper.model.messages import (
+    Acknowledged,
+    BufferAck,
+    Deletion,
+    EndReason,
+    FailoverLogAnswer,
+    FailoverLogRequest,
+    Flush,
+    Message,
+    Mutation,
+    Noop,
+    Refusal,
+    RollbackRequired,
+    SeqnoAdvanced,
+    SetState,
+    SnapshotEnd,
+    SnapshotMarker,
+    StopStream,
+    StreamEnd,
+    StreamFlag,
+    StreamStart,
+)
+from upper.model.values import Partition, Seqno, State
+from upper.wire.codes import Opcode, Status
+from upper.wire.upr0 import UPR0
+
+P0 = Partition(0)
+
+
+def is_end_of_snapshot(message: Message) -> bool:
+    return isinstance(message, SnapshotEnd)
+
+
+def is_end(message: Message) -> bool:
+    return isinstance(message, StreamEnd)
+
+
+def kinds(messages: list[Message]) -> list[str]:
+    return [type(message).__name__ for message in messages]
+
+
+def write(peer: Peer, *keys: bytes, partition: int = 0, value: bytes = b"v") -> None:
+    for key in keys:
+        assert peer.set(key, value, partition=partition).status == 0
+
+
+def promote(peer: Peer, partition: int, to: int | None = None) -> dict[str, object]:
+    value = {"promote": True} if to is None else {"promote": True, "to": to}
+    answer = peer.ask(
+        Opcode.SET_VBUCKET_STATE, extras=b"\1", value=json.dumps(value).encode(), partition=partition
+    )
+    assert answer.status == 0, answer
+    content = json.loads(answer.value)
+    assert isinstance(content, dict)
+    return content
+
+
+# ── Backfill and live ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stream_brings_what_exists_and_then_what_happens(node: Node, peer: Peer) -> None:
+    write(peer, b"a", b"b", b"a")
+    answer = peer.accepted(opaque=5)
+    assert len(answer.versions) == 1
+    first = peer.until(is_end_of_snapshot)
+    assert kinds(first) == ["StreamStart", "SnapshotMarker", "Mutation", "Mutation", "SnapshotEnd"]
+    changes = [m for m in first if isinstance(m, Mutation)]
+    assert [(m.key, m.seqno, m.revision, m.opaque) for m in changes] == [(b"b", 2, 1, 5), (b"a", 3, 2, 5)]
+    with Peer(node, None) as writer:
+        write(writer, b"c")
+        writer.delete(b"b")
+    live = peer.until(is_end_of_snapshot) + peer.until(is_end_of_snapshot)
+    assert kinds(live) == [
+        "SnapshotMarker",
+        "Mutation",
+        "SnapshotEnd",
+        "SnapshotMarker",
+        "Deletion",
+        "SnapshotEnd",
+    ]
+    assert isinstance(live[4], Deletion)
+    assert (live[4].key, live[4].seqno, live[4].revision) == (b"b", 5, 2)
+
+
+def test_a_consumer_one_change_behind_gets_one_change(node: Node, peer: Peer) -> None:
+    write(peer, *(b"k%d" % n for n in range(50)))
+    branch = peer.accepted(flags=StreamFlag.SEND_LOG).versions[0].branch
+    with Peer(node) as late:
+        late.accepted(start=49, branch=branch)
+        assert kinds(late.until(is_end_of_snapshot)) == [
+            "StreamStart",
+            "SnapshotMarker",
+            "Mutation",
+            "SnapshotEnd",
+        ]
+
+
+def test_many_streams_on_one_connection_and_many_connections_on_one_partition(node: Node) -> None:
+    with Peer(node) as one, Peer(node) as two, Peer(node, None) as writer:
+        for partition in range(16):
+            one.accepted(partition)
+            two.accepted(partition, opaque=100 + partition)
+        for partition in range(16):
+            write(writer, b"x", partition=partition)
+        mine, theirs = one.changes(16), two.changes(16)
+        assert sorted(m.partition for m in mine) == list(range(16))
+        assert sorted((m.partition, m.opaque) for m in theirs) == [(p, 100 + p) for p in range(16)]
+
+
+def test_a_commit_is_a_snapshot_with_each_key_once(node: Node, peer: Peer) -> None:
+    from upper.model.messages import Request
+
+    peer.accepted()
+    with Peer(node, None) as writer:
+        for number in range(1000):
+            writer.session.send(
+                Request(opcode=Opcode.SETQ, key=b"same", value=b"%d" % number, extras=bytes(8), opaque=number)
+            )
+        writer.session.send(Request(opcode=Opcode.NOOP, opaque=5000))
+        writer.socket.sendall(writer.session.take_output())
+        writer.until(lambda message: getattr(message, "opaque", None) == 5000)
+    seqno = 0
+    inside: set[bytes] = set()
+    while seqno < 1000:
+        for message in peer.receive():
+            match message:
+                case SnapshotMarker():
+                    inside = set()
+                case Mutation(key=key, seqno=at):
+                    assert key not in inside
+                    inside.add(key)
+                    assert at is not None
+                    assert at > seqno
+                    seqno = at
+
+
+def test_backfill_and_live_meet_without_gap_or_repeat_while_others_write(node: Node) -> None:
+    total = 20_000
+    writing = threading.Event()
+
+    def keep_writing() -> None:
+        from upper.model.messages import Request
+
+        with Peer(node, None) as writer:
+            for start in range(0, total, 100):
+                for number in range(start, start + 100):
+                    writer.session.send(
+                        Request(
+                            opcode=Opcode.SETQ,
+                            key=b"k%d" % number,
+                            value=b"v",
+                            extras=bytes(8),
+                            opaque=number,
+                        )
+                    )
+                writer.session.send(Request(opcode=Opcode.NOOP, opaque=0xFFFF0000 + start // 100))
+                writer.socket.sendall(writer.session.take_output())
+                writer.until(lambda m, mark=0xFFFF0000 + start // 100: getattr(m, "opaque", 0) == mark)  # type: ignore[misc]
+                if start == 5000:
+                    writing.set()
+
+    thread = threading.Thread(target=keep_writing)
+    thread.start()
+    assert writing.wait(30)
+    with Peer(node) as follower:
+        follower.accepted()
+        seqnos: list[int] = []
+        while len(seqnos) < total:
+            seqnos += [m.seqno or 0 for m in follower.receive() if isinstance(m, Mutation)]
+    thread.join()
+    assert seqnos == list(range(1, total + 1))
+
+
+# ── Ends ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stream_to_now_ends_when_it_has_everything(peer: Peer) -> None:
+    write(peer, b"a", b"b")
+    peer.accepted(flags=StreamFlag.UNTIL_NOW)
+    seen = peer.until(is_end)
+    assert kinds(seen)[-2:] == ["SnapshotEnd", "StreamEnd"]
+    assert isinstance(seen[-1], StreamEnd)
+    assert seen[-1].reason is EndReason.OK
+    peer.accepted(3, flags=StreamFlag.UNTIL_NOW)
+    assert kinds(peer.until(is_end)) == ["StreamStart", "StreamEnd"]
+
+
+def test_nothing_past_the_end_is_sent_and_a_state_that_is_gone_is_not_promised(peer: Peer) -> None:
+    write(peer, b"a", b"b", b"c")
+    peer.accepted(end=2)
+    assert kinds(peer.until(is_end)) == [
+        "StreamStart", "SnapshotMarker", "Mutation", "Mutation", "SnapshotEnd", "StreamEnd",
+    ]  # fmt: skip
+    write(peer, b"a")  # overwrites seqno 1: what was true at 2 no longer exists
+    peer.accepted(end=2)
+    seen = peer.until(is_end)
+    assert kinds(seen) == ["StreamStart", "SnapshotMarker", "Mutation", "StreamEnd"]
+    peer.accepted(end=2, flags=StreamFlag.WHOLE_SNAPSHOTS)
+    seen = peer.until(is_end)
+    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [2, 3, 4]
+    assert kinds(seen)[-2:] == ["SnapshotEnd", "StreamEnd"]
+
+
+def test_a_live_stream_ends_at_its_end(node: Node, peer: Peer) -> None:
+    peer.accepted(end=2)
+    with Peer(node, None) as writer:
+        write(writer, b"a", b"b", b"c")
+    seen = peer.until(is_end)
+    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [1, 2]
+    assert kinds(seen)[-2:] == ["SnapshotEnd", "StreamEnd"]
+
+
+def test_the_consumer_stops_a_stream_and_gets_nothing_more_of_it(node: Node, peer: Peer) -> None:
+    peer.accepted(opaque=9)
+    peer.send(StopStream(partition=P0, opaque=9))
+    end = peer.wait_for(StreamEnd)
+    assert (end.reason, end.opaque) == (EndReason.CLOSED, 9)
+    write(peer, b"a")
+    assert kinds(peer.inbox) == []
+    peer.accepted(opaque=9)  # the number is free again
+    peer.send(StopStream(partition=P0, opaque=4))
+    assert peer.wait_for(Refusal).status == Status.INVALID_ARGUMENTS
+
+
+def test_a_node_that_stops_says_so_on_every_stream(node: Node, peer: Peer) -> None:
+    for partition in range(16):
+        peer.accepted(partition)
+    code = node.stop()
+    ends: list[StreamEnd] = []
+    with pytest.raises(EOFError):
+        while True:
+            ends += [message for message in peer.receive() if isinstance(message, StreamEnd)]
+    assert code == 0
+    assert {end.reason for end in ends} == {EndReason.SHUTTING_DOWN}
+    assert len(ends) == 16
+
+
+# ── Requests that are refused ─────────────────────────────────────────────────────────────────────
+
+
+def test_requests_that_make_no_sense_are_refused_with_their_status(peer: Peer) -> None:
+    def status(**asked: object) -> int:
+        answer = peer.follow(**asked)  # type: ignore[arg-type]
+        assert isinstance(answer, Refusal), answer
+        return answer.status
+
+    assert status(start=5, end=3, opaque=1) == Status.OUT_OF_RANGE
+    assert status(partition=99, opaque=1) == Status.NOT_MY_VBUCKET
+    assert status(opaque=1, flags=StreamFlag(0x40 << 32)) == Status.INVALID_ARGUMENTS
+    peer.accepted(0, opaque=1)
+    assert status(partition=0, opaque=2) == Status.KEY_EXISTS
+    assert status(partition=1, opaque=1) == Status.KEY_EXISTS
+
+
+def test_not_my_vbucket_brings_the_map(peer: Peer) -> None:
+    answer = peer.follow(99, opaque=1)
+    assert isinstance(answer, Refusal)
+    assert json.loads(answer.value)["name"] == "default"
+
+
+def test_dcp_is_refused_with_a_sentence(node: Node) -> None:
+    with node.connect() as connection:
+        body = bytes(8) + b"name"
+        connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x50, 4, 8, 0, 0, len(body), 3, 0) + body)
+        answer = connection.recv(4096)
+        assert struct.unpack_from(">H", answer, 6)[0] == Status.NOT_SUPPORTED
+        assert b"DCP is not spoken here" in answer
+        connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x0A, 0, 0, 0, 0, 0, 4, 0))
+        assert len(connection.recv(4096)) == 24
+
+
+def test_a_second_dialect_on_a_connection_is_refused_by_name(peer: Peer) -> None:
+    peer.accepted(0)
+    peer.socket.sendall(UPR0.encode(FailoverLogRequest(partition=P0, opaque=4)))
+    data = b""
+    while b"upr0" not in data:
+        data += peer.socket.recv(4096)
+    assert b"upr and the packet is upr0" in data
+
+
+# ── History ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_consumer_of_an_unknown_branch_goes_back_to_the_beginning(peer: Peer) -> None:
+    write(peer, b"a", b"b")
+    answer = peer.follow(start=2, branch=12345)
+    assert isinstance(answer, RollbackRequired)
+    assert answer.seqno == 0
+    assert peer.accepted(start=0, branch=12345)
+
+
+def test_the_failover_log_is_told_and_grows_with_a_promotion(peer: Peer) -> None:
+    write(peer, b"a", b"b")
+    peer.send(FailoverLogRequest(partition=P0, opaque=3))
+    before = peer.wait_for(FailoverLogAnswer).versions
+    told = promote(peer, 0)
+    peer.send(FailoverLogRequest(partition=P0, opaque=4))
+    after = peer.wait_for(FailoverLogAnswer).versions
+    assert len(after) == len(before) + 1
+    assert after[0].seqno == told["seqno"] == 2
+    assert told["branch"] == str(after[0].branch)
+    rows = peer.stats("failovers 0")
+    assert rows["vb_0:num_entries"] == "2"
+    assert rows["vb_0:0:id"] == str(after[0].branch)
+
+
+def test_a_promotion_ends_streams_and_takes_consumers_back_that_went_further(node: Node, peer: Peer) -> None:
+    write(peer, *(b"k%d" % n for n in range(10)))
+    with Peer(node) as follower:
+        branch = follower.accepted().versions[0].branch
+        follower.changes(10)
+        told = promote(peer, 0, to=4)
+        assert follower.wait_for(StreamEnd).reason is EndReason.STATE_CHANGED
+        reached = int(str(told["seqno"]))
+        assert reached <= 4
+        answer = follower.follow(start=10, branch=branch)
+        assert isinstance(answer, RollbackRequired)
+        assert answer.seqno == reached
+        assert peer.get(b"k9").status == Status.KEY_NOT_FOUND
+        write(peer, b"new")
+        follower.accepted(start=reached, branch=branch)
+        change = follower.changes(1)[0]
+        assert (change.key, change.seqno) == (b"new", reached + 1)
+
+
+def test_a_partition_that_changes_its_state_ends_its_streams_and_serves_no_more(
+    node: Node, peer: Peer
+) -> None:
+    with Peer(node, None) as admin:
+        peer.accepted(2)
+        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=b"\2", partition=2).status == 0
+        assert peer.wait_for(StreamEnd).reason is EndReason.STATE_CHANGED
+        assert admin.set(b"k", b"v", partition=2).status == Status.NOT_MY_VBUCKET
+        assert admin.ask(Opcode.GET_VBUCKET_STATE, partition=2).value == b"\0\0\0\2"
+        assert json.loads(admin.ask(Opcode.GET_CLUSTER_CONFIG).value)["vBucketServerMap"]["vBucketMap"][
+            2
+        ] == [-1]
+        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=b"\0\0\0\1", partition=2).status == 0
+        assert admin.set(b"k", b"v", partition=2).status == 0
+
+
+def test_a_flush_reaches_live_streams_and_who_was_away_goes_back_to_zero(node: Node, peer: Peer) -> None:
+    with Peer(node, None) as writer:
+        branch = peer.accepted().versions[0].branch
+        write(writer, b"a", b"b")
+        peer.changes(2)
+        assert writer.ask(Opcode.FLUSH).status == 0
+        peer.wait_for(Flush)
+        write(writer, b"c")
+        assert [m.seqno for m in peer.changes(1)] == [4]
+        with Peer(node) as late:
+            answer = late.follow(start=2, branch=branch)
+            assert isinstance(answer, RollbackRequired)
+            assert answer.seqno == 0
+            assert late.accepted(start=3, branch=branch), "who stands at the flush goes on"
+
+
+def test_a_takeover_drains_hands_over_and_leaves_a_dead_copy(node: Node, peer: Peer) -> None:
+    write(peer, b"a", b"b")
+    peer.accepted(flags=StreamFlag.SEND_LOG | StreamFlag.TAKEOVER)
+    seen = peer.until(is_end)
+    states = [message.state for message in seen if isinstance(message, SetState)]
+    assert states == [State.PENDING, State.ACTIVE]
+    assert isinstance(seen[-1], StreamEnd)
+    assert seen[-1].reason is EndReason.OK
+    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [1, 2]
+    assert peer.set(b"c", b"v").status == Status.NOT_MY_VBUCKET
+    assert peer.ask(Opcode.GET_VBUCKET_STATE).value == b"\0\0\0\4"
+    node.stop()
+    node.restart()
+    with Peer(node, None) as again:
+        assert again.ask(Opcode.GET_VBUCKET_STATE).value == b"\0\0\0\4"
+
+
+# ── Settings and flow ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_window_bounds_what_is_under_way(node: Node, peer: Peer) -> None:
+    write(peer, *(b"k%d" % n for n in range(200)), value=bytes(1000))
+    assert isinstance(peer.control("connection_buffer_size", "20000"), Acknowledged)
+    peer.accepted()
+    got = 0
+    with Peer(node, None) as other:
+        while True:
+            rows = other.stats("streams")
+            number = next(name.split(":")[0] for name in rows if name.endswith(":dialect"))
+            if int(rows[f"{number}:unacknowledged"]) >= 20000:
+                break
+        assert int(rows[f"{number}:unacknowledged"]) < 20000 + 6000
+        assert rows[f"{number}:window"] == "20000"
+    while got < 200:
+        for message in peer.receive():
+            if isinstance(message, Mutation):
+                got += 1
+                peer.send(BufferAck(size=52 + len(message.key) + len(message.value)))
+    # markers are counted too, and were not acknowledged: live changes still fit
+    with Peer(node, None) as writer:
+        write(writer, b"live")
+    assert peer.changes(1)[0].key == b"live"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("connection_buffer_size", "many"),
+        ("enable_noop", "perhaps"),
+        ("set_noop_interval", "-1"),
+        ("filter.key.pattern", "("),
+        ("filter.value", "price"),
+        ("filter.value", "$.a == x"),
+        ("filter.operations", "mutation,upsert"),
+        ("accept.vbuckets", "1-x"),
+        ("no.such.setting", "1"),
+    ],
+)
+def test_an_unknown_or_bad_setting_is_refused_with_a_sentence(
+    shared_node: Node, name: str, text: str
+) -> None:
+    with Peer(shared_node) as peer:
+        answer = peer.control(name, text)
+        assert isinstance(answer, Refusal)
+        assert answer.status == InvalidArguments.status
+        assert len(answer.value) > 20
+
+
+def test_filters_leave_out_and_still_move_the_consumer_forward(node: Node) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"user:1", b"order:1", b"user:2", b"order:2", value=b'{"n": 1}')
+        follower.control("filter.key.prefix", "user:")
+        follower.accepted()
+        first = follower.until(is_end_of_snapshot)
+        assert [m.key for m in first if isinstance(m, Mutation)] == [b"user:1", b"user:2"]
+        assert isinstance(first[-2], SeqnoAdvanced)
+        assert first[-2].seqno == 4
+        write(writer, b"order:3")
+        live = follower.until(is_end_of_snapshot)
+        assert kinds(live) == ["SnapshotMarker", "SeqnoAdvanced", "SnapshotEnd"]
+        write(writer, b"user:3")
+        assert kinds(follower.until(is_end_of_snapshot)) == ["SnapshotMarker", "Mutation", "SnapshotEnd"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"filter.key.pattern": "^o.*[12]$"}, [b"order:1", b"order:2"]),
+        ({"filter.value": "$.n >= 2"}, [b"order:2", b"user:2", b"gone"]),
+        ({"filter.value": '$.tags[0] == "x"'}, [b"order:1", b"gone"]),
+        ({"filter.operations": "deletion"}, [b"gone"]),
+        ({"filter.operations": "mutation", "filter.key.prefix": "user"}, [b"user:1", b"user:2"]),
+    ],
+)
+def test_each_filter_passes_what_it_says(node: Node, settings: dict[str, str], expected: list[bytes]) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"order:1", value=b'{"n": 1, "tags": ["x"]}')
+        write(writer, b"order:2", value=b'{"n": 2}')
+        write(writer, b"user:1", value=b"not json")
+        write(writer, b"user:2", value=b'{"n": 20}')
+        write(writer, b"gone")
+        writer.delete(b"gone")
+        for name, text in settings.items():
+            follower.control(name, text)
+        follower.accepted()
+        seen = follower.until(is_end_of_snapshot)
+        assert [m.key for m in seen if isinstance(m, Mutation | Deletion)] == expected
+
+
+def test_keys_only_leaves_values_out(node: Node) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"a", value=b"long" * 100)
+        follower.accepted(flags=StreamFlag.KEYS_ONLY)
+        assert [m.value for m in follower.changes(1)] == [b""]
+        write(writer, b"b", value=b"long" * 100)
+        change = follower.changes(1)[0]
+        assert (change.key, change.value, change.seqno) == (b"b", b"", 2)
+
+
+def test_accept_vbuckets_guards_against_streams_that_were_not_meant(peer: Peer) -> None:
+    peer.control("accept.vbuckets", "0-3,7")
+    assert isinstance(peer.follow(5, opaque=1), Refusal)
+    assert peer.accepted(7)
+
+
+def test_names_dialects_and_positions_are_visible_and_totals_add_up(node: Node) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"a", b"b", partition=3)
+        follower.control("name", "indexer")
+        follower.accepted(3, name=b"group")
+        follower.changes(2)
+        write(writer, b"c", partition=3)
+        follower.changes(1)
+        rows = writer.stats("streams")
+        number = next(name.split(":")[0] for name, value in rows.items() if value == "indexer")
+        assert rows[f"{number}:dialect"] == "upr"
+        assert rows[f"{number}:partitions"] == "3"
+        assert rows[f"{number}:state"] == "1 live"
+        assert rows[f"{number}:items"] == "3"
+        one = writer.stats(f"streams {number}")
+        assert (one["vb_3:position"], one["vb_3:name"], one["vb_3:remaining"]) == ("3", "group", "0")
+        follower.send(StopStream(partition=Partition(3), opaque=3))
+        follower.wait_for(StreamEnd)
+        assert writer.stats("streams")["total:items"] == "3"
+    with Peer(node, None) as later:
+        assert later.stats()["stream_items"] == "3"
+
+
+# ── Peers that go quiet ───────────────────────────────────────────────────────────────────────────
+
+
+def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(node: Node) -> None:
+    with Peer(node) as dead, Peer(node) as alive:
+        for peer in (dead, alive):
+            peer.control("set_noop_interval", "0.5")
+            peer.control("enable_noop", "true")
+            peer.accepted()
+        heard: list[Message] = []
+        answering = threading.Thread(
+            target=lambda: heard.extend(alive.until(lambda m: isinstance(m, Mutation)))
+        )
+        answering.start()
+        raw = b""
+        try:
+            while piece := dead.socket.recv(4096):  # reads, and never answers
+                raw += piece
+        except ConnectionError:
+            pass
+        assert b"\x80\x5c" in raw, "it was asked before it was closed"
+        with Peer(node, None) as writer:
+            write(writer, b"a")
+            assert writer.stats()["dead_peers"] == "1"
+        answering.join()
+        assert kinds(heard)[-1] == "Mutation", "who answers stays"
+
+
+def test_a_noop_is_answered_by_the_node(peer: Peer) -> None:
+    peer.send(Noop(opaque=31))
+    assert peer.wait_for(Acknowledged).opaque == 31
+
+
+def test_the_first_noop_of_a_connection_makes_it_speak_upr(node: Node) -> None:
+    with Peer(node) as peer:
+        peer.send(Noop(opaque=1))
+        peer.wait_for(Acknowledged)
+        rows = peer.stats("streams")
+        assert "upr" in rows.values()
+
+
+# ── UPR/0 ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_upr0_streams_backfill_and_live_in_its_own_frame(node: Node) -> None:
+    with Peer(node, UPR0) as follower, Peer(node, None) as writer:
+        write(writer, b"a", b"b", partition=12)
+        writer.delete(b"a", partition=12)
+        follower.follow(12, opaque=45, flags=StreamFlag.NONE)
+        first = follower.until(is_end_of_snapshot)
+        assert kinds(first) == ["StreamStart", "SnapshotMarker", "Mutation", "Deletion", "SnapshotEnd"]
+        assert {getattr(message, "partition", None) for message in first} == {12}
+        write(writer, b"c", partition=12)
+        change = follower.changes(1)[0]
+        assert (change.key, change.seqno, change.opaque) == (b"c", 4, 45)
+        follower.send(FailoverLogRequest(partition=Partition(12), opaque=46))
+        assert len(follower.wait_for(FailoverLogAnswer).versions) == 1
+        refused = follower.follow(99, opaque=47, flags=StreamFlag.NONE)
+        assert isinstance(refused, Refusal)
+        assert refused.status == Status.NOT_MY_VBUCKET
+        back = follower.follow(11, opaque=48, start=5, branch=1, flags=StreamFlag.NONE)
+        assert isinstance(back, RollbackRequired)
+        assert back.seqno == Seqno(0)
+
+
+def test_the_start_of_a_stream_is_said_before_anything_of_it(peer: Peer) -> None:
+    write(peer, b"a")
+    peer.accepted()
+    assert isinstance(peer.until(is_end_of_snapshot)[0], StreamStart)
