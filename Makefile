@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-KERNEL := $(wildcard src/upper/kernel/_compiled.pyx)
+KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi)
 CHECKED = $(wildcard src tests examples bench demo)
 PYTEST_ARGS ?=
 

@@ -1,0 +1,137 @@
+# Changes as the buffers of Arrow columns, compiled; part of _compiled.pyx. `plain.columns` says what it means.
+
+cdef struct Buffers:
+    int32_t *partition
+    uint32_t *flags
+    uint32_t *expiration
+    uint32_t *lock_time
+    uint64_t *seqno
+    uint64_t *branch
+    uint64_t *revision
+    uint64_t *cas
+    uint64_t *changed_at
+    int32_t *name_ends
+    int32_t *key_ends
+    int32_t *value_ends
+    uint8_t *names
+    uint8_t *keys
+    uint8_t *values
+    uint8_t *validity  # NULL: nothing is null
+
+
+cdef object space(Py_ssize_t size, void **where):
+    made = PyBytes_FromStringAndSize(NULL, size)
+    where[0] = fresh(made)
+    return made
+
+
+cdef void fill(const uint8_t *p, const uint8_t *end, const uint64_t *branches, Buffers *to) noexcept:
+    """Every change between `p` and `end`, counted and checked before, goes to its place in each column."""
+    cdef Py_ssize_t row = 0, size, klen
+    cdef int32_t names = 0, keys = 0, values = 0
+    cdef int width
+    cdef const uint8_t *key
+    to.name_ends[0] = to.key_ends[0] = to.value_ends[0] = 0
+    while p < end:
+        size = 24 + <Py_ssize_t> get32(p + 8)
+        if p[0] == REQUEST and MUTATION <= p[1] <= EXPIRATION:
+            klen = get16(p + 2)
+            to.partition[row] = get16(p + 6)
+            to.branch[row] = branches[get16(p + 6)]
+            to.cas[row] = get64(p + 16)
+            to.changed_at[row] = to.cas[row] // 1000
+            to.seqno[row] = get64(p + 24)
+            to.revision[row] = get64(p + 32)
+            if p[1] == MUTATION:
+                key = p + 52
+                to.flags[row] = get32(p + 40)
+                to.expiration[row] = get32(p + 44)
+                to.lock_time[row] = get32(p + 48)
+                memcpy(to.values + values, key + klen, size - 52 - klen)
+                values += <int32_t> (size - 52 - klen)
+                if to.validity != NULL:
+                    to.validity[row >> 3] |= 1 << (row & 7)
+            else:
+                key = p + 40
+                to.flags[row] = to.expiration[row] = to.lock_time[row] = 0
+            memcpy(to.keys + keys, key, klen)
+            keys += <int32_t> klen
+            width = 10 if p[1] == EXPIRATION else 8
+            memcpy(to.names + names, OPERATION[p[1] - MUTATION], width)
+            names += width
+            row += 1
+            to.name_ends[row], to.key_ends[row], to.value_ends[row] = names, keys, values
+        p += size
+
+cdef const char *OPERATION[3]
+OPERATION[0], OPERATION[1], OPERATION[2] = b"mutation", b"deletion", b"expiration"
+
+
+def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
+    cdef Py_buffer view, known
+    cdef Buffers to
+    cdef const uint8_t *base
+    cdef Py_ssize_t at, past, rows = 0, keys = 0, values = 0, names = 0, count, klen
+    cdef int opcode = 0
+    cdef bint nulls = False
+    cdef dict made
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        packets.check_range(start, end, view.len)
+        numbers(branches, &known, PyBUF_SIMPLE)
+        try:
+            base, count = <const uint8_t *> view.buf, known.len // 8
+            # Count and check first: what is allocated below is what was counted here.
+            at = start
+            while True:
+                past = packet(base, at, end, MAX_RANGE, &opcode)
+                if past == 0:
+                    break
+                if opcode >= 0:
+                    if get16(base + at + 6) >= count:
+                        raise packets.no_branch(get16(base + at + 6), count, at)
+                    klen = get16(base + at + 2)
+                    rows += 1
+                    keys += klen
+                    names += 10 if opcode == EXPIRATION else 8
+                    if opcode == MUTATION:
+                        values += past - at - 52 - klen
+                    else:
+                        nulls = True
+                at = past
+            if at != end:
+                raise packets.truncated(at)
+            made = {
+                "partition": (None, space(4 * rows, <void **> &to.partition)),
+                "seqno": (None, space(8 * rows, <void **> &to.seqno)),
+                "branch": (None, space(8 * rows, <void **> &to.branch)),
+                "operation": (
+                    None, space(4 * rows + 4, <void **> &to.name_ends), space(names, <void **> &to.names)
+                ),
+                "key": (None, space(4 * rows + 4, <void **> &to.key_ends), space(keys, <void **> &to.keys)),
+                "value": (
+                    space((rows + 7) // 8, <void **> &to.validity) if nulls else None,
+                    space(4 * rows + 4, <void **> &to.value_ends),
+                    space(values, <void **> &to.values),
+                ),
+                "revision": (None, space(8 * rows, <void **> &to.revision)),
+                "cas": (None, space(8 * rows, <void **> &to.cas)),
+                "flags": (None, space(4 * rows, <void **> &to.flags)),
+                "expiration": (None, space(4 * rows, <void **> &to.expiration)),
+                "lock_time": (None, space(4 * rows, <void **> &to.lock_time)),
+                "changed_at": (None, space(8 * rows, <void **> &to.changed_at)),
+            }
+            if nulls:
+                memset(to.validity, 0, (rows + 7) // 8)
+            else:
+                to.validity = NULL
+            fill(base + start, base + end, <const uint64_t *> known.buf, &to)
+        finally:
+            PyBuffer_Release(&known)
+    finally:
+        PyBuffer_Release(&view)
+    return rows, made
+
+
+def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches):
+    return arrow.batch(*columns(data, start, end, branches))
