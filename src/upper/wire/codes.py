@@ -192,18 +192,19 @@ class Numbers:
 
 
 class Bits:
-    """Flags, bit by bit. A bit that the dialect does not define moves above the 32 that it has."""
+    """Flags, bit by bit. A bit that the dialect does not define moves above the 32 that any field has."""
 
-    def __init__(self, bits: Mapping[int, StreamFlag]) -> None:
+    def __init__(self, bits: Mapping[int, IntFlag]) -> None:
         self.members = dict(bits)
+        self._kind = type(next(iter(bits.values())))
         self._known = sum(self.members)
 
-    def read(self, number: int) -> StreamFlag:
-        flags = StreamFlag.NONE
+    def read(self, number: int) -> IntFlag:
+        flags = (number & ~self._known) << 32
         for bit, flag in self.members.items():
             if number & bit:
                 flags |= flag
-        return StreamFlag(flags | (number & ~self._known) << 32)
+        return self._kind(flags)
 
     def write(self, value: int) -> int:
         number = value >> 32
@@ -267,3 +268,28 @@ DCP_STREAM_FLAGS = Bits(
         0x80: StreamFlag.IGNORE_PURGED,
     }
 )
+
+
+# ── TAP's own flags ───────────────────────────────────────────────────────────────────────────────
+
+
+class TapOption(IntFlag):
+    """What a TAP client asks for when it connects. BACKFILL and LIST_VBUCKETS bring a value along."""
+
+    BACKFILL = 0x01
+    DUMP = 0x02
+    LIST_VBUCKETS = 0x04
+    TAKEOVER = 0x08
+    SUPPORT_ACK = 0x10
+    KEYS_ONLY = 0x20
+
+
+class TapMark(IntFlag):
+    """What a TAP message says about itself."""
+
+    ACK = 0x01
+    NO_VALUE = 0x02
+
+
+TAP_OPTIONS = Bits({int(option): option for option in TapOption})
+TAP_MARKS = Bits({int(mark): mark for mark in TapMark})

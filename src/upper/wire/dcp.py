@@ -22,7 +22,6 @@ from upper.model.messages import (
     Open,
     Refusal,
     RollbackRequired,
-    SeqnoAdvanced,
     SetState,
     SnapshotEnd,
     SnapshotMarker,
@@ -210,13 +209,6 @@ DCP = UPR.but(
             extras=Layout(u64("seqno"), u32("event"), u8("version")),
             key=may("key"),
             value=may("value"),
-        ),
-        SeqnoAdvanced: Row(
-            name="seqno_advanced",
-            message=SeqnoAdvanced,
-            opcode=0x64,
-            by=Side.SERVER,
-            extras=Layout(u64("seqno")),
         ),
         Extension: [
             kept("prepare", 0x60),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from upper.model.messages import Refusal, Request, Response, SeqnosAnswer, SeqnosRequest
-from upper.wire.codes import WANTED_STATES, Opcode, Side
+from upper.wire.codes import STATES, WANTED_STATES, Opcode, Side
 from upper.wire.content import NOTHING, Content, Many, may, must
 from upper.wire.packet import EMPTY, RESPONSE, Layout, u8, u16, u32, u64
 from upper.wire.table import Dialect, Row
@@ -132,7 +132,9 @@ COMMANDS: tuple[Row, ...] = (
     ),
     *commands(O.OBSERVE, O.OBSERVE_SEQNO, value=must("value")),
     *commands(O.GET_RANDOM_KEY, extras=(EMPTY, Layout(u32("collection"))), answer=(FLAGS,)),
-    *commands(O.SET_VBUCKET_STATE, extras=(Layout(u8("state")), Layout(u32("state"))), value=VALUE),
+    *commands(
+        O.SET_VBUCKET_STATE, extras=(Layout(u8("state", STATES)), Layout(u32("state", STATES))), value=VALUE
+    ),
     *commands(O.GET_VBUCKET_STATE),
     *commands(O.DELETE_VBUCKET, value=VALUE),
 )

@@ -23,17 +23,19 @@ from upper.model.messages import (
     TapConnect,
     TapOpaque,
 )
-from upper.wire.codes import STATES, Side
+from upper.wire.codes import STATES, TAP_MARKS, TAP_OPTIONS, Side, TapMark, TapOption
 from upper.wire.content import NOTHING, Content, Fixed, may, must
 from upper.wire.kv import KV, refusals
 from upper.wire.packet import HEADER_SIZE, Layout, pad, u8, u16, u32
 from upper.wire.table import Row
 from upper.wire.upr import acknowledgements
 
-BACKFILL, DUMP, LIST_VBUCKETS, TAKEOVER, SUPPORT_ACK, KEYS_ONLY = (1 << bit for bit in range(6))
-SWITCHES = {"dump": DUMP, "takeover": TAKEOVER, "support_ack": SUPPORT_ACK, "keys_only": KEYS_ONLY}
-KNOWN = BACKFILL | LIST_VBUCKETS | sum(SWITCHES.values())
-ACK, NO_VALUE = 0x01, 0x02
+SWITCHES = {
+    "dump": TapOption.DUMP,
+    "takeover": TapOption.TAKEOVER,
+    "support_ack": TapOption.SUPPORT_ACK,
+    "keys_only": TapOption.KEYS_ONLY,
+}
 
 
 class Options:
@@ -42,22 +44,22 @@ class Options:
     carries: tuple[str, ...] = ("backfill", "partitions", *SWITCHES)
 
     def to_wire(self, message: Any) -> dict[str, Any]:
-        flags, values = 0, b""
+        flags, values = TapOption(0), b""
         for name, bit in SWITCHES.items():
-            flags |= bit if getattr(message, name) else 0
+            flags |= bit if getattr(message, name) else TapOption(0)
         if message.backfill is not None:
-            flags |= BACKFILL
+            flags |= TapOption.BACKFILL
             values += pack(">Q", message.backfill)
         if message.partitions is not None:
-            flags |= LIST_VBUCKETS
+            flags |= TapOption.LIST_VBUCKETS
             values += pack(f">H{len(message.partitions)}H", len(message.partitions), *message.partitions)
         return {"name": message.name, "flags": flags, "options": values}
 
     def to_model(self, found: dict[str, Any], *, at: int) -> dict[str, Any]:
         flags, values = found.pop("flags"), found.pop("options")
         # A flag that we do not know may bring a value, and nothing tells where that would end.
-        if flags & ~KNOWN:
-            raise ReservedBits(f"connect flags 0x{flags & ~KNOWN:x} are not known here", at=at + HEADER_SIZE)
+        if flags >> 32:
+            raise ReservedBits(f"connect flags 0x{flags >> 32:x} are not known here", at=at + HEADER_SIZE)
         rest = self._values(flags, values, found)
         if rest != len(values):
             raise BadLength(
@@ -67,12 +69,12 @@ class Options:
 
     def _values(self, flags: int, values: bytes, found: dict[str, Any]) -> int:
         at = 0
-        if flags & BACKFILL:
+        if flags & TapOption.BACKFILL:
             if len(values) < 8:
                 raise BadLength("BACKFILL needs 8 bytes of value", at=8)
             found["backfill"] = unpack_from(">Q", values)[0]
             at = 8
-        if flags & LIST_VBUCKETS:
+        if flags & TapOption.LIST_VBUCKETS:
             if len(values) < at + 2:
                 raise BadLength("LIST_VBUCKETS needs a count of 2 bytes", at=8)
             (count,) = unpack_from(">H", values, at)
@@ -91,8 +93,9 @@ class Around:
 
     def to_wire(self, message: Any) -> dict[str, Any]:
         around = message.tap or Tap()
-        flags = around.more_flags & ~(ACK | NO_VALUE)
-        flags |= (ACK if message.request_ack else 0) | (NO_VALUE if around.no_value else 0)
+        flags = around.more_flags << 32
+        flags |= TapMark.ACK if message.request_ack else 0
+        flags |= TapMark.NO_VALUE if around.no_value else 0
         attributes = {one.name: getattr(message, one.name) for one in fields(message)}
         return attributes | {"tap_flags": flags, "ttl": around.ttl, "engine": around.engine}
 
@@ -100,14 +103,15 @@ class Around:
         flags = found.pop("tap_flags")
         around = Tap(
             ttl=found.pop("ttl"),
-            no_value=bool(flags & NO_VALUE),
+            no_value=bool(flags & TapMark.NO_VALUE),
             engine=found.pop("engine"),
-            more_flags=flags & ~(ACK | NO_VALUE),
+            more_flags=flags >> 32,
         )
-        return found | {"request_ack": bool(flags & ACK), "tap": None if around == Tap() else around}
+        return found | {"request_ack": bool(flags & TapMark.ACK), "tap": None if around == Tap() else around}
 
 
-AROUND = Layout(u16("engine_size", counts="engine"), u16("tap_flags"), u8("ttl"), pad(3))
+OPTIONS = u32("flags", TAP_OPTIONS)
+AROUND = Layout(u16("engine_size", counts="engine"), u16("tap_flags", TAP_MARKS), u8("ttl"), pad(3))
 
 
 def said(
@@ -143,8 +147,8 @@ def connects() -> Iterator[Row]:
         message=TapConnect,
         opcode=0x40,
         by=Side.CLIENT,
-        extras=Layout(u32("flags")),
-        accepts=(Layout(pad(4), u32("flags")),),
+        extras=Layout(OPTIONS),
+        accepts=(Layout(pad(4), OPTIONS),),
         key=may("name"),
         value=may("options"),
         adapter=Options(),
