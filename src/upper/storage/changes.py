@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from upper import kernel
 from upper.model.values import Seqno
@@ -17,12 +18,13 @@ class Changes:
     exhausted or forgotten.
     """
 
-    __slots__ = ("_entries", "_files", "_pins", "end")
+    __slots__ = ("_entries", "_evicted", "_files", "_pins", "end")
 
     def __init__(self, files: Files, entries: list[kernel.Entry], *, end: Seqno, evicted: bool) -> None:
         self.end = end
         self._entries = entries
         self._files = files
+        self._evicted = evicted
         self._pins = files.pin(entry for entry in entries if isinstance(entry, int)) if evicted else []
 
     def __len__(self) -> int:
@@ -30,6 +32,9 @@ class Changes:
 
     def chunks(self, size: int) -> Iterator[list[bytes]]:
         """Lists of records of about `size` bytes each, at least one record."""
+        if not self._evicted:
+            yield from self._slices(size)
+            return
         chunk: list[bytes] = []
         filled = 0
         fetch = self._files.fetch
@@ -43,6 +48,21 @@ class Changes:
         if chunk:
             yield chunk
         self.close()
+
+    def _slices(self, size: int) -> Iterator[list[bytes]]:
+        """Everything is in memory: slices cost less than a look at each record; they adapt to its size."""
+        entries = cast("list[bytes]", self._entries)
+        at, count = 0, 64
+        while at < len(entries):
+            chunk = entries[at : at + count]
+            filled = sum(map(len, chunk))
+            fits = max(1, len(chunk) * size // filled)
+            if filled > 2 * size and fits < len(chunk):
+                count = fits
+                continue
+            yield chunk
+            at += len(chunk)
+            count = min(fits, 2 * count)
 
     def records(self) -> list[bytes]:
         """All of it at once."""
