@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from upper.client.bucket import GATHER, TIMEOUT, address_of, portions
 from upper.client.bulk import Columns
-from upper.client.commands import Batch, Call, Commands, Copy, Item, Stored, Text, as_bytes
+from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, as_bytes
 from upper.client.events import Event, Rollback
 from upper.client.link import Answer, Link
 from upper.client.plan import Plan, Wanted, plan
@@ -252,7 +252,7 @@ class Bucket:
         wanted = None if partitions is None else [Partition(p) for p in partitions]
         return await self._run(self._commands.failover_logs(wanted))
 
-    async def promote(self, partition: int, *, to: int | None = None) -> FailoverLog:
+    async def promote(self, partition: int, *, to: int | None = None) -> Promoted:
         back = None if to is None else Seqno(to)
         return await self._run(self._commands.promote(Partition(partition), to=back))
 

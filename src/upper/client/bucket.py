@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from upper.client.bulk import Columns
-from upper.client.commands import Batch, Call, Commands, Copy, Item, Stored, Text, Wait, as_bytes
+from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, Wait, as_bytes
 from upper.client.events import Event
 from upper.client.feed import Feed
 from upper.client.plan import Plan, Wanted, plan
@@ -222,8 +222,8 @@ class Bucket:
         wanted = None if partitions is None else [Partition(p) for p in partitions]
         return self._run(self._commands.failover_logs(wanted))
 
-    def promote(self, partition: int, *, to: int | None = None) -> FailoverLog:
-        """Record a history branch by hand, for drills, and the log that has it.
+    def promote(self, partition: int, *, to: int | None = None) -> Promoted:
+        """Record a history branch by hand, for drills.
 
         With `to` the partition first goes back to the newest point at or below it that storage can rebuild.
         """

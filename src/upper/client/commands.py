@@ -82,6 +82,15 @@ class Copy:
     expiration: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """A branch that was made by hand: where the partition stood when it began, and the log that has it."""
+
+    partition: Partition
+    seqno: Seqno
+    log: FailoverLog
+
+
 class Commands:
     """The calls of one bucket, and the map they go by."""
 
@@ -388,11 +397,11 @@ class Commands:
         _check(answers)
         return {Partition(p): parse_log(answer.value) for p, answer in zip(wanted, answers, strict=True)}
 
-    def promote(self, partition: Partition, *, to: Seqno | None = None) -> Call[FailoverLog]:
+    def promote(self, partition: Partition, *, to: Seqno | None = None) -> Call[Promoted]:
         """Record a history branch by hand; with `to`, go back to there (or before) first."""
         request: dict[str, object] = {"promote": True}
         if to is not None:
-            request["to"] = str(to)
+            request["to"] = int(to)
         if self._routes is None:
             yield from self.patient_learn()
         packet = pack(
@@ -405,7 +414,12 @@ class Commands:
         (answer,) = yield from self.spread([(partition, packet)], again=False)
         if answer.status:
             raise refusal(answer, partition=partition)
-        return (yield from self.failover_logs([partition]))[partition]
+        try:
+            said = json.loads(answer.value)
+            versions = (Version(BranchId(int(b)), Seqno(int(s))) for b, s in said["log"])
+            return Promoted(partition, Seqno(said["seqno"]), FailoverLog(tuple(versions)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteProtocolError(f"the answer to the promotion makes no sense: {error}") from None
 
 
 def parse_log(value: bytes) -> FailoverLog:
@@ -419,7 +433,7 @@ def as_bytes(text: Text) -> bytes:
     return text.encode() if isinstance(text, str) else bytes(text)
 
 
-FORCE = 0x02  # the option of with-meta writes that skips the comparison with what is there
+FORCE = 0x01  # the option of with-meta writes that skips the comparison with what is there
 
 
 def _item(answer: Answer) -> Item:

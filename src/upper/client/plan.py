@@ -31,6 +31,7 @@ class Wanted:
     """What to follow, from where, and to where."""
 
     since: Since = "beginning"
+    checkpoint: Store | None = None  # kept there, and taken up from there where there is something
     until: Until = None
     partitions: Iterable[int] | None = None  # None: all of them
     keys_only: bool = False
@@ -45,13 +46,15 @@ class Wanted:
 
     @property
     def store(self) -> Store | None:
+        if self.checkpoint is not None:
+            return self.checkpoint
         since = self.since
         return since if isinstance(since, Store) and not isinstance(since, Mapping) else None
 
     @property
     def has_state(self) -> bool:
         """Somebody who comes back with a position has something built on it."""
-        return not isinstance(self.since, str)
+        return self.checkpoint is not None or not isinstance(self.since, str)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def _since(
     wanted: Wanted, commands: Commands, partitions: list[Partition], *, bucket: str
 ) -> Call[Positions]:
     since, of = wanted.since, commands.routes.partitions
+    if wanted.checkpoint is not None and (kept := wanted.checkpoint.load()) is not None:
+        since = kept
     if since == "beginning":
         return Positions({}, bucket=bucket, of=of)
     if since == "now":

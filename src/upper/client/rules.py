@@ -4,5 +4,6 @@ The same pure functions that every node answers with. The pipeline asks them bef
 """
 
 from upper.history.resume import Answer, Refuse, Resume, Rollback, common_point, decide
+from upper.history.trail import Trail
 
-__all__ = ["Answer", "Refuse", "Resume", "Rollback", "common_point", "decide"]
+__all__ = ["Answer", "Refuse", "Resume", "Rollback", "Trail", "common_point", "decide"]

@@ -1,0 +1,190 @@
+"""An application that keeps a copy of a bucket: what it applied, how to take it back, what it has saved."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+from tests.scenarios.world import Wire, World
+from upper.client.events import (
+    Deletion,
+    Event,
+    Expiration,
+    Flush,
+    Mutation,
+    Rollback,
+    SnapshotEnd,
+    StateChange,
+)
+from upper.client.follow import Follower, FollowSettings
+from upper.client.lane import Lane
+from upper.client.plan import Plan, Wanted
+from upper.client.positions import Positions
+from upper.client.reader import Reader, Typed
+from upper.client.url import Node
+from upper.model.messages import StreamFlag
+from upper.model.values import Partition, Seqno
+from upper.wire.upr import UPR
+
+
+@dataclass
+class Applied:
+    """One change as the application has it, with what it would take to undo it."""
+
+    seqno: Seqno
+    before: dict[bytes, bytes]
+
+
+@dataclass
+class Copy:
+    """The state of each partition, and the way back."""
+
+    items: dict[Partition, dict[bytes, bytes]] = field(default_factory=dict)
+    trail: dict[Partition, list[Applied]] = field(default_factory=dict)
+
+    def apply(self, event: Event) -> None:
+        items = self.items.setdefault(event.partition, {})
+        trail = self.trail.setdefault(event.partition, [])
+        match event:
+            case Rollback(to=to):
+                assert event.lost == (to, max([to, *(a.seqno for a in trail)])), (
+                    "it takes back what was given"
+                )
+                self.take_back(event.partition, to)
+            case Mutation() | Deletion() | Expiration() | Flush():
+                assert event.seqno is not None
+                assert not trail or event.seqno > trail[-1].seqno, "seqnos grow"
+                trail.append(Applied(event.seqno, dict(items)))
+                if isinstance(event, Mutation):
+                    items[event.key] = event.value
+                elif isinstance(event, Flush):
+                    items.clear()
+                else:
+                    items.pop(event.key, None)
+            case SnapshotEnd() | StateChange():
+                pass
+
+    def take_back(self, partition: Partition, to: Seqno) -> None:
+        """The state at this seqno again."""
+        trail = self.trail.setdefault(partition, [])
+        while trail and trail[-1].seqno > to:
+            self.items[partition] = dict(trail.pop().before)
+
+    def cloned(self) -> Copy:
+        items = {p: dict(items) for p, items in self.items.items()}
+        return Copy(items, {p: list(trail) for p, trail in self.trail.items()})
+
+
+class Memory:
+    """A store of positions that keeps the application's state with them, as a transaction would."""
+
+    def __init__(self) -> None:
+        self.saved: str | None = None
+        self.state = Copy()
+        self.live: Copy | None = None
+        self.saves = 0
+
+    def load(self) -> Positions | None:
+        return None if self.saved is None else Positions.from_json(json.loads(self.saved))
+
+    def save(self, positions: Positions, /) -> None:
+        assert self.live is not None
+        self.saved = json.dumps(positions.to_json())
+        # What is past the saved position comes again, or never does: it is not part of what is kept.
+        self.state = self.live.cloned()
+        for partition in self.state.items:
+            known = positions.get(partition)
+            self.state.take_back(partition, known.seqno if known else Seqno(0))
+        self.saves += 1
+
+
+class Consumer:
+    """The real follower and reader, turned by the world's clock instead of a driver's."""
+
+    def __init__(self, world: World, memory: Memory, *, until: dict[Partition, Seqno] | None = None) -> None:
+        self.world, self.memory = world, memory
+        self.copy = memory.live = memory.state.cloned()
+        self.alive = True
+        self.events: list[Event] = []
+        self._wires: dict[Node, Wire] = {}
+        random = world.random
+        self.wanted = Wanted(
+            since=memory,
+            on_rollback=self._go_back,
+            checkpoint_every=random.choice((0.0, 0.05, 0.5)),
+            settings=FollowSettings(window=random.choice((200, 1 << 20)), noop=0),
+        )
+        begins = memory.load() or Positions({}, of=world.partitions)
+        flags = StreamFlag.WHOLE_SNAPSHOTS if until is not None else StreamFlag.NONE
+        lanes = [
+            Lane(p, begins.known(p), until=None if until is None else until[p], flags=flags)
+            for p in world.shards
+        ]
+        follower = Follower(
+            lanes, world.routes(), dialect=UPR, random=random.random, settings=self.wanted.settings
+        )
+        plan = Plan(follower, begins)
+        self.reader: Reader[Event] = Reader(plan, self.wanted, Typed(plan))
+        self.follower = follower
+        self._turn()
+
+    def crash(self) -> None:
+        """kill -9: whatever was not saved is gone."""
+        self.alive = False
+        self.world.counts["crashes"] += 1
+        for wire in self._wires.values():
+            wire.cut()
+
+    def _go_back(self, event: Rollback) -> Seqno | None:
+        """Most applications can go where they are told; some only further back."""
+        known = self.follower.lanes[event.partition].stream.trail.ends
+        if known and self.world.random.random() < 0.2:
+            return self.world.random.choice([Seqno(0), *known])
+        return None
+
+    def _turn(self) -> None:
+        if not self.alive:
+            return
+        now, follower = self.world.now, self.follower
+        follower.tick(now)
+        if follower.wants_map(now):
+            if self.world.random.random() < 0.8:
+                follower.learned(self.world.routes(), now)
+            else:
+                follower.not_learned(now)
+        for node in follower.to_close():
+            self._wires.pop(node).cut()
+        for node in follower.to_open(now):
+            wire = self.world.connect(node, lambda data, node=node: self._receive(node, data))  # type: ignore[misc]
+            if wire is None:
+                follower.failed(node, now, "refused")
+            else:
+                self._wires[node] = wire
+                follower.opened(node, now)
+        for node, wire in list(self._wires.items()):
+            if not wire.alive:
+                del self._wires[node]
+                follower.failed(node, now, "cut")
+            elif node in follower.wires and (out := follower.take_output(node)):
+                wire.to_node(out)
+        due = self.reader.save_due()
+        if due is not None and due <= now:
+            self.reader.save(now)
+        self.world.at(now + 0.02 + self.world.random.random() * 0.02, self._turn)
+
+    def _receive(self, node: Node, data: bytes) -> None:
+        if not self.alive or node not in self.follower.wires:
+            return
+        reader, now = self.reader, self.world.now
+        reader.push(node, data, now)
+        reader.asked_on()
+        while (item := reader.next(now)) is not None:
+            if isinstance(item, Rollback):
+                assert reader.handler_due(item)
+                item = reader.handled(item, self._go_back(item))
+            self.events.append(item)
+            self.copy.apply(item)
+            reader.asked_on()
+        wire = self._wires.get(node)
+        if wire is not None and node in self.follower.wires and (out := self.follower.take_output(node)):
+            wire.to_node(out)

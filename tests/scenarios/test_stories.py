@@ -1,0 +1,165 @@
+"""Stories of failure, told by seed: whatever happens, the follower's copy ends equal to the bucket.
+
+`UPPER_SEEDS=5000 pytest tests/scenarios` tries more of them; a seed that fails is in the test's name, and
+`UPPER_SEED=N` tries that one alone.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.scenarios.copy import Consumer, Memory
+from tests.scenarios.world import World
+from upper.client.events import Rollback, SnapshotEnd
+from upper.model.values import Partition, Seqno
+
+P0 = Partition(0)
+CHUNK = 50
+SEEDS = int(os.environ.get("UPPER_SEEDS", "300"))
+ONE = os.environ.get("UPPER_SEED")
+CHUNKS = [range(first, min(first + CHUNK, SEEDS)) for first in range(0, SEEDS, CHUNK)]
+if ONE is not None:
+    CHUNKS = [range(int(ONE), int(ONE) + 1)]
+
+
+def live_through(seed: int) -> tuple[World, Consumer]:
+    """A bad day for a cluster and for whoever follows it; then peace."""
+    world = World(seed, partitions=4, node_count=seed % 3 + 1)
+    memory = Memory()
+    consumer = Consumer(world, memory)
+    random = world.random
+    for _ in range(60):
+        for _ in range(random.randrange(8)):
+            world.write()
+        world.run(random.random() * 0.1)
+        fault = random.random()
+        partition = random.choice(list(world.shards))
+        if fault < 0.10:
+            world.cut_one()
+        elif fault < 0.18 and world.shards[partition].owner is not None:
+            world.fail_over(partition, lose=random.choice((0, 1, 2, 5, 100)))
+        elif fault < 0.22:
+            world.kill(random.randrange(world.node_count))
+        elif fault < 0.30:
+            consumer.crash()
+            consumer = Consumer(world, memory)
+        elif fault < 0.33 and world.shards[partition].owner is not None:
+            world.flush(partition)
+        elif fault < 0.36:
+            world.purge(partition)
+    for _ in range(30):
+        world.run(1)
+        if all(consumer.copy.items.get(p, {}) == shard.items() for p, shard in world.shards.items()):
+            break
+    world.run(1)
+    return world, consumer
+
+
+def check(world: World, consumer: Consumer) -> None:
+    for partition, shard in world.shards.items():
+        assert consumer.copy.items.get(partition, {}) == shard.items(), f"partition {partition} differs"
+        position = consumer.reader.positions[partition]
+        assert position.seqno <= shard.high
+        if consumer.copy.items.get(partition):
+            assert position.branch == shard.log.branch
+
+
+@pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_whatever_happens_the_copy_ends_equal_to_the_bucket(seeds: range) -> None:
+    for seed in seeds:
+        try:
+            world, consumer = live_through(seed)
+            check(world, consumer)
+        except Exception as error:
+            raise AssertionError(f"UPPER_SEED={seed} fails: {error!r}") from error
+
+
+def test_the_same_seed_is_the_same_story() -> None:
+    first, second = live_through(7), live_through(7)
+    assert first[1].events == second[1].events
+    assert first[0].counts == second[0].counts
+
+
+def test_failover_takes_back_only_what_the_new_master_never_saw() -> None:
+    world = World(1, partitions=1, node_count=2)
+    consumer = Consumer(world, Memory())
+    for _ in range(5):
+        world.write()
+        world.run(1)
+    kept = world.shards[P0].items()
+    world.write()
+    world.run(1)
+    world.fail_over(P0, lose=1)
+    world.run(5)
+    (rollback,) = [event for event in consumer.events if isinstance(event, Rollback)]
+    assert rollback.to == 5
+    assert rollback.lost == (5, 6)
+    assert rollback.branch == world.shards[P0].log.branch
+    assert consumer.copy.items[P0] == kept
+
+
+def test_a_failover_that_lost_nothing_costs_nothing() -> None:
+    world = World(2, partitions=1, node_count=2)
+    consumer = Consumer(world, Memory())
+    for _ in range(5):
+        world.write()
+    world.run(2)
+    seen = len(consumer.events)
+    world.fail_over(P0, lose=0)
+    world.run(5)
+    assert not any(isinstance(event, Rollback | SnapshotEnd) for event in consumer.events[seen:])
+    assert consumer.reader.positions[P0].branch != world.shards[P0].log.versions[-1].branch
+
+
+def test_who_knows_an_older_branch_goes_back_to_it_and_not_to_the_beginning() -> None:
+    """Two failovers while it was away: its newest branch is forgotten, an older one is not."""
+    world = World(3, partitions=1, node_count=1)
+    memory = Memory()
+    consumer = Consumer(world, memory)
+    for _ in range(6):
+        world.write()
+        world.run(1)
+    world.fail_over(P0, lose=0)
+    for _ in range(3):
+        world.write()
+        world.run(1)
+    consumer.crash()
+    world.fail_over(P0, lose=5)  # back before the branch that the consumer stands on
+    consumer = Consumer(world, memory)
+    world.run(5)
+    (rollback,) = [event for event in consumer.events if isinstance(event, Rollback)]
+    assert rollback.to in (3, 4), "not 0: the first branch is common"
+    check(world, consumer)
+
+
+def test_an_end_is_reached_under_constant_writing_and_is_consistent() -> None:
+    world = World(4, partitions=2, node_count=1)
+    for _ in range(40):
+        world.write()
+    until = {p: Seqno(shard.high) for p, shard in world.shards.items()}
+    consumer = Consumer(world, Memory(), until=until)
+    for _ in range(60):
+        world.write()
+        world.run(0.02)
+    world.run(5)
+    assert consumer.follower.done
+    for partition, position in consumer.reader.positions.items():
+        assert position.seqno >= until[partition]
+        lane = consumer.follower.lanes[partition]
+        assert lane.stream.seqno == lane.stream.consistent_at
+
+
+def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:
+    world = World(5, partitions=2, node_count=1)
+    consumer = Consumer(world, Memory())
+    for _ in range(200):
+        world.write()
+        world.run(0.05)
+    world.run(2)
+    (wire,) = consumer._wires.values()
+    (client,) = consumer.follower.wires.values()
+    assert wire.session.acknowledged + client.acks.owed <= client.received
+    if client.acks.size < 1000:
+        assert wire.session.acknowledged > 0
