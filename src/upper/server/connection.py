@@ -148,7 +148,14 @@ class Connection(asyncio.Protocol):
                 if self._fast:
                     start = at
                     at, waiting = kernel.run(
-                        data, at, bucket.table, bucket.clock, bucket.pending, out, delete_cas=self._hello
+                        data,
+                        at,
+                        bucket.table,
+                        bucket.clock,
+                        bucket.pending,
+                        out,
+                        limit=self.node.settings.limits.item,
+                        delete_cas=self._hello,
                     )
                     waits |= waiting or (at > start and self.node.barrier > self.node.committed)
                     if at == size:
