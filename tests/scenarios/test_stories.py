@@ -13,6 +13,7 @@ import pytest
 from tests.scenarios.copy import Consumer, Memory
 from tests.scenarios.world import World
 from upper.client.events import Rollback, SnapshotEnd
+from upper.client.lane import Stage
 from upper.model.values import Partition, Seqno
 
 P0 = Partition(0)
@@ -51,7 +52,11 @@ def live_through(seed: int) -> tuple[World, Consumer]:
             world.purge(partition)
     for _ in range(30):
         world.run(1)
-        if all(consumer.copy.items.get(p, {}) == shard.items() for p, shard in world.shards.items()):
+        lanes = consumer.follower.lanes
+        if all(
+            lanes[p].stage is Stage.FLOWING and consumer.copy.items.get(p, {}) == shard.items()
+            for p, shard in world.shards.items()
+        ):
             break
     world.run(1)
     return world, consumer

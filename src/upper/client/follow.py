@@ -106,12 +106,11 @@ class Follower:
 
     def to_open(self, now: float) -> list[Node]:
         """Nodes that are needed, not connected, and due for a try."""
-        needed = {self._owners[p] for p, lane in self.lanes.items() if lane.stage is not Stage.DONE}
-        return sorted(
-            node
-            for node in needed
-            if node is not None and node not in self.wires and self._not_before.get(node, now) <= now
-        )
+        return sorted(node for node in self._missing() if self._not_before.get(node, now) <= now)
+
+    def _missing(self) -> set[Node]:
+        owners = (self._owners[p] for p, lane in self.lanes.items() if lane.stage is not Stage.DONE)
+        return {node for node in owners if node is not None and node not in self.wires}
 
     def to_close(self) -> list[Node]:
         """Connections to give up; the driver closes them, the follower has forgotten them."""
@@ -128,7 +127,7 @@ class Follower:
 
     def wakes_at(self) -> float | None:
         """When something is to be done even if nothing happens."""
-        times = [*self._retries.values(), *(t for n, t in self._not_before.items() if n not in self.wires)]
+        times = [*self._retries.values(), *(self._not_before.get(node, 0.0) for node in self._missing())]
         if self._learn_at is not None:
             times.append(self._learn_at)
         if self._upr and self.settings.noop:
