@@ -255,6 +255,8 @@ class ConsumerStream:
             self._move(FollowCue.UNPROVEN)
             return Stop(), *self._back(self.consistent_at)
         self._move(FollowCue.ACCEPTED)
+        if self.seqno == self.consistent_at:
+            self._end = None  # a snapshot that was announced, and nothing of it seen, is none of ours
         self.trail.log = log
         return NOTHING
 
@@ -296,7 +298,9 @@ class ConsumerStream:
                 return Deliver(message), *self.moved(message.seqno)
             case SetState():
                 self._move(FollowCue.STATE)
-                return (TakeState(message.state),)
+                # Who is made active has everything, though it may have missed the end of a snapshot.
+                caught_up = message.state is State.ACTIVE and self.phase is Following.BETWEEN
+                return *(self._complete() if caught_up else NOTHING), TakeState(message.state)
             case StreamStart():
                 self._move(FollowCue.STARTED)
                 return NOTHING

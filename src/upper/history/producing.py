@@ -330,6 +330,8 @@ class ProducerStream:
 
     def acknowledged(self) -> Effects:
         """The other side took the state that it was sent. Dialects without replies: once it is sent."""
+        if self.phase is Sending.ENDED:
+            return NOTHING
         if self.phase is Sending.HANDED:
             return Retire(), *self._finish(EndReason.OK)
         self._move(SendCue.ACKNOWLEDGED)
@@ -337,6 +339,8 @@ class ProducerStream:
 
     def closed(self, high: Seqno) -> Effects:
         """This copy refuses writes; its last change is `high`."""
+        if self.phase is Sending.ENDED:
+            return NOTHING
         self._move(SendCue.CLOSED)
         self._final = high
         return *self._waiting_flush(), Take(self.sent)

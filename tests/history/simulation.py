@@ -1,0 +1,506 @@
+"""Several nodes that hold one partition, and the real machines between them.
+
+Every node is driven by the effects that `ProducerStream` and `ConsumerStream` return, and by nothing else:
+the drivers here are as dull as the ones over sockets should be. The world may do anything in between: write
+without making durable, drop connections after any packet, promote anybody, lose what was not on disk.
+
+What the machines promise is checked as packets leave; that obedience leads to equality is checked at the end,
+by comparing what the nodes hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count
+
+from upper.history.following import (
+    Ask,
+    Clear,
+    ConsumerStream,
+    Deliver,
+    FollowEffect,
+    Following,
+    GoBack,
+    Over,
+    Reached,
+    Stop,
+    TakeState,
+)
+from upper.history.producing import (
+    Advance,
+    CloseWrites,
+    End,
+    Forward,
+    ProducerStream,
+    Reopen,
+    Retire,
+    Send,
+    SendEffect,
+    SendFlush,
+    Sending,
+    SendState,
+    Start,
+    Take,
+)
+from upper.history.resume import Refuse, Resume, Rollback, answer
+from upper.history.trail import Trail
+from upper.model.messages import (
+    Deletion,
+    EndReason,
+    Flush,
+    Mutation,
+    SeqnoAdvanced,
+    SetState,
+    SnapshotEnd,
+    SnapshotMarker,
+    StreamEnd,
+    StreamFlag,
+    StreamMessage,
+    StreamRequest,
+    StreamStart,
+)
+from upper.model.values import NO_END, ZERO, BranchId, FailoverLog, Partition, Position, Seqno, State, Version
+
+P = Partition(5)
+Item = Mutation | Deletion
+
+
+@dataclass(frozen=True)
+class Image:
+    """What a node held when it was consistent."""
+
+    items: dict[bytes, Item]
+    purged: Seqno
+
+
+NOTHING = Image({}, ZERO)
+
+
+@dataclass
+class Node:
+    """One copy. While it follows, `stream` says where it stands; while it is active, the other fields do."""
+
+    name: int
+    stream: ConsumerStream
+    items: dict[bytes, Item] = field(default_factory=dict)
+    purged: Seqno = ZERO
+    images: dict[Seqno, Image] = field(default_factory=dict)
+    # active
+    log: FailoverLog | None = None
+    high: Seqno = ZERO
+    durable: Seqno = ZERO
+    pending: list[Item | Flush] = field(default_factory=list)
+    on_disk: tuple[Seqno, Image] = (ZERO, NOTHING)
+    closed: bool = False
+    # following
+    link: Link | None = None
+    fetched: FailoverLog | None = None
+    from_zero: bool = True
+    going_to: Seqno | None = None
+
+    def live(self) -> dict[bytes, bytes]:
+        return {key: item.value for key, item in self.items.items() if isinstance(item, Mutation)}
+
+
+@dataclass
+class Link:
+    """A connection: a producer's stream, and the packets on their way to the follower."""
+
+    world: World
+    producer: Node
+    follower: Node
+    machine: ProducerStream
+    bounds: bool
+    wire: list[StreamMessage] = field(default_factory=list)
+    room: bool = True
+    taken: list[Item] = field(default_factory=list)  # of the snapshot in hand, not yet sent
+    sending: Send | None = None
+    committed: list[Item] = field(default_factory=list)  # the commit that is being told
+    keys: set[bytes] = field(default_factory=set)  # of the snapshot that is on the wire
+    handed: tuple[Seqno, dict[bytes, bytes]] = (ZERO, {})  # takeover: what the producer held
+    last: Seqno = ZERO  # seqno of the last record or flush that was put on the wire
+
+    def carry_out(self, effects: Iterable[SendEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Start():
+                    self.wire.append(StreamStart(partition=P))
+                case Take(after):
+                    node = self.producer
+                    self.taken = [item for item in in_order(node.items) if seqno_of(item) > after]
+                    self.carry_out(self.machine.taken(node.high, durable=node.durable, purged=node.purged))
+                case Forward(after, end, upto):
+                    newest = {item.key: item for item in self.committed if seqno_of(item) <= upto}
+                    self.begin(after, end)
+                    self.put(in_order(newest))
+                    self.close()
+                case Send(after, end):
+                    self.sending = effect
+                    self.begin(after, end)
+                case SendFlush(seqno):
+                    assert seqno == self.last + 1, "a flush must meet a consumer right before it"
+                    self.last = seqno
+                    self.wire.append(Flush(partition=P))
+                case Advance(seqno):
+                    self.wire.append(SeqnoAdvanced(partition=P, seqno=seqno))
+                    self.last = seqno
+                case SendState(state):
+                    self.wire.append(SetState(partition=P, state=state))
+                    self.handed = self.producer.high, self.producer.live()
+                    if not self.bounds:  # the drafts know no replies: what is sent counts as taken
+                        self.carry_out(self.machine.acknowledged())
+                case CloseWrites():
+                    self.producer.closed = True
+                    self.carry_out(self.machine.closed(self.producer.high))
+                case Reopen():
+                    self.producer.closed = False
+                case Retire():
+                    self.world.end_streams(self.producer, EndReason.STATE_CHANGED)
+                    self.world.retire(self.producer)
+                case End(reason):
+                    self.wire.append(StreamEnd(partition=P, reason=reason))
+
+    def begin(self, after: Seqno, end: Seqno) -> None:
+        self.keys = set()
+        bounds = (after, end) if self.bounds else (None, None)
+        self.wire.append(SnapshotMarker(partition=P, start=bounds[0], end=bounds[1]))
+
+    def put(self, items: Iterable[Item]) -> None:
+        for item in items:
+            seqno = seqno_of(item)
+            assert seqno <= self.producer.durable, "nothing may leave before it is durable"
+            assert seqno > self.last, "nothing may be sent twice, or out of order"
+            assert item.key not in self.keys, "a snapshot holds each key once"
+            self.keys.add(item.key)
+            self.last = seqno
+            self.wire.append(item)
+
+    def close(self) -> None:
+        if not self.bounds:
+            self.wire.append(SnapshotEnd(partition=P))
+
+    def produce(self, records: int) -> None:
+        """Sends so many records of the snapshot in hand."""
+        if self.machine.phase is not Sending.SENDING or self.sending is None:
+            return
+        coming = [item for item in self.taken if seqno_of(item) <= self.sending.upto]
+        self.put(coming[:records])
+        self.taken = coming[records:]
+        if not self.taken:
+            if self.sending.closes:
+                self.close()
+            self.sending = None
+            self.carry_out(self.machine.done(self.last))
+
+
+class World:
+    """The nodes, and everything that can happen to them."""
+
+    def __init__(self, nodes: int, *, bounds: bool) -> None:
+        self.bounds = bounds
+        self.nodes = [Node(name, ConsumerStream(bounds=bounds)) for name in range(nodes)]
+        self._branches, self._writes = count(1), count(1)
+        self.seen: Counter[str] = Counter()  # what the histories led to, so that tests know they got there
+        self.active: Node | None = self.nodes[0]
+        self.nodes[0].log = FailoverLog((Version(self.fresh(), ZERO),))
+
+    def fresh(self) -> BranchId:
+        return BranchId(next(self._branches))
+
+    def followers(self) -> list[Node]:
+        return [node for node in self.nodes if node is not self.active]
+
+    def links(self, node: Node) -> list[Link]:
+        return [other.link for other in self.nodes if other.link is not None and other.link.producer is node]
+
+    # ── The active copy ───────────────────────────────────────────────────────────────────────────
+
+    def write(self, key: bytes, *, delete: bool = False) -> None:
+        node = self.active
+        if node is None or node.closed or (delete and not isinstance(node.items.get(key), Mutation)):
+            return
+        node.high = Seqno(node.high + 1)
+        value = str(next(self._writes)).encode()
+        item: Item = (
+            Deletion(partition=P, key=key, seqno=node.high)
+            if delete
+            else Mutation(partition=P, key=key, value=value, seqno=node.high)
+        )
+        node.items = {**node.items, key: item}
+        node.pending.append(item)
+
+    def flush(self) -> None:
+        node = self.active
+        if node is None or node.closed:
+            return
+        node.high = Seqno(node.high + 1)
+        node.items, node.purged = {}, node.high
+        node.pending.append(Flush(partition=P))
+
+    def commit(self) -> None:
+        """Makes durable what was written, and tells the streams."""
+        node = self.active
+        if node is None or not node.pending:
+            return
+        runs: list[list[Item] | Seqno] = []
+        seqno = node.durable
+        for record in node.pending:
+            seqno = Seqno(seqno + 1)
+            if isinstance(record, Flush):
+                runs.append(seqno)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(record)
+            else:
+                runs.append([record])
+        node.pending, node.durable = [], node.high
+        for link in self.links(node):
+            for run in runs:
+                if isinstance(run, list):
+                    link.committed = run
+                    first, last = seqno_of(run[0]), seqno_of(run[-1])
+                    link.carry_out(link.machine.committed(first, last, room=link.room))
+                else:
+                    link.carry_out(link.machine.flushed(run, room=link.room))
+
+    def sync(self) -> None:
+        """What is durable in the eyes of streams really is on disk (with durability "memory", it lags)."""
+        if self.active is not None and not self.active.pending:
+            self.active.on_disk = self.active.high, Image(self.active.items, self.active.purged)
+
+    def unclean_restart(self) -> None:
+        node = self.active
+        links = [] if node is None else self.links(node)
+        if node is None or any(link.machine.phase is Sending.HANDED for link in links):
+            return  # who may have handed over comes back as nothing before somebody has decided
+        for link in links:
+            self.drop(link.follower)
+        assert node.log is not None
+        seqno, image = node.on_disk
+        node.items, node.purged = image.items, image.purged
+        node.high = node.durable = seqno
+        node.pending, node.closed = [], False
+        node.log = node.log.promoted(seqno, fresh=self.fresh())
+
+    def purge(self, node: Node) -> None:
+        newest = node.high if node is self.active else node.stream.seqno
+        gone = [
+            item for item in node.items.values() if isinstance(item, Deletion) and seqno_of(item) < newest
+        ]
+        if gone:
+            node.purged = max(node.purged, *map(seqno_of, gone))
+            node.items = {key: item for key, item in node.items.items() if item not in gone}
+
+    def end_streams(self, node: Node, reason: EndReason) -> None:
+        for link in self.links(node):
+            link.carry_out(link.machine.stop(reason))
+
+    def retire(self, node: Node) -> None:
+        """The active copy is active no more; it follows from now on, from where it is."""
+        assert node.log is not None
+        ends = [seqno for seqno in sorted(node.images) if 0 < seqno < node.high]
+        if node.high:
+            ends.append(node.high)
+            node.images[node.high] = Image(node.items, node.purged)
+        node.stream = ConsumerStream(Trail(node.log if ends else None, ends), bounds=self.bounds)
+        node.from_zero = not ends
+        if not ends:
+            node.items, node.purged = {}, ZERO
+        if self.active is node:
+            self.active = None
+
+    def make_active(self, node: Node, log: FailoverLog) -> None:
+        node.log, node.link, node.closed, node.pending = log, None, False, []
+        node.high = node.durable = node.stream.seqno
+        node.on_disk = node.high, Image(node.items, node.purged)
+        node.images = {end: node.images[end] for end in node.stream.trail.ends}
+        self.active = node
+
+    def fail_over(self, node: Node) -> None:
+        """Whoever is active is gone; this one takes its place without proof that it has everything."""
+        if (old := self.active) is not None:
+            self.end_streams(old, EndReason.STATE_CHANGED)
+        for other in self.nodes:
+            self.drop(other)  # nobody may hear of a takeover that was decided otherwise
+        if old is not None:
+            self.retire(old)
+        known, at = node.stream.trail.log, node.stream.consistent_at
+        fresh = self.fresh()
+        log = known.promoted(at, fresh=fresh) if known else FailoverLog((Version(fresh, ZERO),))
+        if not known and node.stream.seqno == 0:
+            node.items, node.purged = {}, ZERO
+        self.make_active(node, log)
+
+    # ── Those who follow ──────────────────────────────────────────────────────────────────────────
+
+    def fetch_log(self, node: Node) -> None:
+        """The log of who is active now; it may be old news when it is used."""
+        if self.active is not None:
+            node.fetched = self.active.log
+
+    def ask(self, node: Node, *, takeover: bool = False) -> None:
+        """One request and its answer. A rollback is obeyed; the next request is another event."""
+        active = self.active
+        if (
+            active is None
+            or active is node
+            or node.link is not None
+            or node.stream.phase is not Following.AWAY
+        ):
+            return
+        if takeover and any(link.machine._takeover for link in self.links(active)):
+            return
+        assert active.log is not None
+        if node.fetched is not None:
+            effects = node.stream.ask_knowing(node.fetched)
+            node.fetched = None
+        else:
+            effects = node.stream.ask()
+        *before, asked = effects
+        self.obey(node, before)
+        assert isinstance(asked, Ask)
+        request = self.request(asked.position)
+        match answer(request, active.log, high=active.high, purged=active.purged, known_at_zero=self.bounds):
+            case Resume(at):
+                flags = StreamFlag.TAKEOVER if takeover else StreamFlag.NONE
+                machine = ProducerStream(at.seqno, high=active.high, flags=flags, exact=self.bounds)
+                node.link = link = Link(self, active, node, machine, self.bounds, last=at.seqno)
+                self.obey(node, node.stream.accepted(tuple(active.log)))
+                if node.link is not None:
+                    node.from_zero = node.from_zero or node.stream.consistent_at == 0
+                    link.carry_out(machine.open())
+            case Rollback(to, why):
+                assert why
+                self.obey(node, node.stream.told_to_roll_back(to))
+            case Refuse(why):
+                raise AssertionError(f"an honest request was refused: {why}")
+
+    def request(self, position: Position) -> StreamRequest:
+        bounded = self.bounds and position.snapshot.end != NO_END
+        return StreamRequest(
+            partition=P,
+            branch=position.branch,
+            start=position.seqno,
+            snapshot_start=position.snapshot.start if bounded else None,
+            snapshot_end=position.snapshot.end if bounded else None,
+        )
+
+    def receive(self, node: Node, packets: int) -> None:
+        """The follower reads so many packets of those that are on their way."""
+        for _ in range(packets):
+            link = node.link
+            if link is None or not link.wire:
+                return
+            self.obey(node, node.stream.on(link.wire.pop(0)))
+
+    def obey(self, node: Node, effects: Iterable[FollowEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Deliver(change):
+                    assert isinstance(change, Mutation | Deletion)
+                    node.items = {**node.items, change.key: change}
+                case Clear(seqno):
+                    node.items, node.purged = {}, seqno
+                    self.seen["flushed"] += 1
+                case Reached(position):
+                    assert position == node.stream.position
+                    if node.from_zero:
+                        node.purged, node.from_zero = max(node.purged, position.seqno), False
+                    node.images[position.seqno] = Image(node.items, node.purged)
+                case GoBack(to):
+                    self.go_back(node, to.seqno)
+                case Stop():
+                    node.link = None
+                    self.seen["stopped"] += 1
+                case Over(reason):
+                    node.link = None
+                    if reason is EndReason.TOO_SLOW:
+                        self.seen["too slow"] += 1
+                case TakeState(state):
+                    self.take_state(node, state)
+                case Ask():
+                    raise AssertionError("asking is an event of its own")
+
+    def take_state(self, node: Node, state: State) -> None:
+        link = node.link
+        assert link is not None
+        old = link.producer
+        if state is State.ACTIVE:
+            assert (node.stream.seqno, node.live()) == link.handed, "a clean takeover needs everything"
+            assert old.log is not None
+            assert node.stream.branch == old.log.branch
+        if self.bounds:
+            link.carry_out(link.machine.acknowledged())
+        if state is State.ACTIVE and self.active is None:
+            node.stream.ended()
+            assert old.log is not None
+            self.make_active(node, old.log)
+            self.seen["took over"] += 1
+
+    def go_back(self, node: Node, seqno: Seqno) -> None:
+        self.seen["rolled back to a snapshot end" if seqno else "rolled back to 0"] += 1
+        image = node.images[seqno] if seqno else NOTHING
+        node.items, node.purged = image.items, image.purged
+        node.from_zero = seqno == 0
+
+    def drop(self, node: Node) -> None:
+        """The connection is lost, with everything that was on its way."""
+        if node.link is not None:
+            link, node.link = node.link, None
+            effects = link.machine.stop(EndReason.DISCONNECTED)
+            link.carry_out(effect for effect in effects if not isinstance(effect, End))
+            node.stream.ended()
+
+    def restart(self, node: Node, steps: int) -> None:
+        """A follower restarts with an older consistent state: it goes further back than anybody asked."""
+        self.drop(node)
+        ends = [ZERO, *node.stream.trail.ends]
+        place = ends[max(0, len(ends) - 1 - steps)]
+        node.stream.went_back(place)
+        self.go_back(node, place)
+
+    # ── The end ───────────────────────────────────────────────────────────────────────────────────
+
+    def settle(self) -> None:
+        """Everything that is possible happens, until nothing is left to do."""
+        if self.active is None:
+            self.fail_over(self.nodes[0])
+        self.commit()
+        for _ in range(200):
+            for node in self.followers():
+                self.advance(node)
+            if all(self.at_rest(node) for node in self.followers()):
+                return
+        raise AssertionError("the followers never come to rest")
+
+    def keep_up(self, node: Node) -> None:
+        """One follower comes as far as it can."""
+        for _ in range(10):
+            if self.at_rest(node) or node is self.active:
+                return
+            self.advance(node)
+
+    def advance(self, node: Node) -> None:
+        if node.link is None:
+            self.ask(node)
+        elif not node.link.room:
+            node.link.room = True
+            node.link.carry_out(node.link.machine.room())
+        elif node.link.wire:
+            self.receive(node, 100)
+        else:
+            node.link.produce(100)
+
+    def at_rest(self, node: Node) -> bool:
+        link = node.link
+        return link is not None and not link.wire and link.machine.phase is Sending.LIVE and link.room
+
+
+def in_order(items: dict[bytes, Item]) -> list[Item]:
+    return sorted(items.values(), key=seqno_of)
+
+
+def seqno_of(item: Item) -> Seqno:
+    assert item.seqno is not None
+    return item.seqno
