@@ -27,7 +27,9 @@ from upper.errors import UpperError
 # verb -> (module, what it does in one line), in the order in which help shows them
 VERBS: Mapping[str, tuple[str, str]] = {
     "serve": ("upper.cli.serve", "start a node"),
+    "users": ("upper.cli.users", "say who may come in"),
     "packet": ("upper.cli.packet", "take packets apart, field by field"),
+    "sync": ("upper.cli.sync", "keep a lake true: Delta tables that follow a bucket"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
 }
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Protocol, TextIO
 
 
@@ -76,6 +77,11 @@ class Output:
     def note(self, sentence: str) -> None:
         """A line about the work, on standard error."""
         print(sentence, file=self._stderr, flush=True)
+
+    def draw(self, line: str) -> None:
+        """A line on standard error that the next one replaces, cut to the width of the terminal."""
+        width = get_terminal_size().columns
+        print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stderr, flush=True)
 
     def raw(self, data: bytes) -> None:
         """Bytes as they are, for values that go into a file or a pipe."""

@@ -1,0 +1,1 @@
+"""Uses of a bucket that rest on the client alone."""

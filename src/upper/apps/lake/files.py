@@ -1,0 +1,99 @@
+"""Parquet files of a lake: written by workers under names nobody else has, described by manifests.
+
+A file exists for readers only once a Delta commit names it. What a worker wrote and nobody committed
+(a task that was tried twice, a driver that was killed) is never read, and `upper lake vacuum` sweeps
+it. On disk:
+
+    LAKE/TABLE/partition_group=G/RANDOM.parquet     rows in order of (partition, seqno)
+    LAKE/TABLE/_delta_log/                          the commits
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from upper.apps.lake.replay import ordered
+from upper.apps.lake.schema import BATCH, GROUP, file_schema
+
+ROWS_A_FILE = 4_000_000
+# Where the files of a table are worth skipping by.
+MEASURED = ("partition", "seqno", BATCH)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of a table, as a manifest names it: where it is, and what is in it."""
+
+    path: str  # inside the table
+    group: int
+    size: int  # bytes
+    rows: int
+    low: dict[str, int]  # the smallest value of each measured column
+    high: dict[str, int]
+
+    def may_hold(self, partition: int, *, past: int = 0) -> bool:
+        """False when no row of this partition past this seqno can be in the file."""
+        return self.low["partition"] <= partition <= self.high["partition"] and self.high["seqno"] > past
+
+
+def write(root: Path, table: str, rows: pa.Table, *, group: int) -> list[DataFile]:
+    """Write rows that stand in order, as few files as their number allows."""
+    return [
+        _write(root, table, rows.slice(start, ROWS_A_FILE), group=group)
+        for start in range(0, len(rows), ROWS_A_FILE)
+    ]
+
+
+def _write(root: Path, table: str, rows: pa.Table, *, group: int) -> DataFile:
+    inside = f"{GROUP}={group}/{uuid4().hex}.parquet"
+    path = root / table / inside
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(
+        rows.select(file_schema(table).names),
+        path,
+        compression="zstd",
+        compression_level=1,
+        # Keys and values hardly repeat: a dictionary of them is built, found useless and thrown away.
+        use_dictionary=[
+            name for name in ("operation", "partition", "branch", BATCH) if name in rows.column_names
+        ],
+        row_group_size=256 * 1024,
+    )
+    with path.open("rb") as written:
+        # The commit that names this file is synced to disk; what it names must not come later than it.
+        os.fsync(written.fileno())
+    measured = [name for name in MEASURED if name in rows.column_names]
+    edges = {name: pc.min_max(rows[name]).as_py() for name in measured}
+    return DataFile(
+        path=inside,
+        group=group,
+        size=path.stat().st_size,
+        rows=len(rows),
+        low={name: edge["min"] for name, edge in edges.items()},
+        high={name: edge["max"] for name, edge in edges.items()},
+    )
+
+
+def read(
+    root: Path, table: str, files: Iterable[DataFile], *, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """The rows of these files, in order."""
+    schema = file_schema(table)
+    names = list(columns or schema.names)
+    parts = [pq.ParquetFile(root / table / file.path).read(columns=names).select(names) for file in files]
+    wanted = pa.schema([schema.field(name) for name in names])
+    return ordered(pa.concat_tables([wanted.empty_table(), *(part.cast(wanted) for part in parts)]))
+
+
+def discard(root: Path, table: str, files: Iterable[DataFile]) -> None:
+    """Remove files that no commit names. What is left behind is swept later, so trying is enough."""
+    for file in files:
+        (root / table / file.path).unlink(missing_ok=True)

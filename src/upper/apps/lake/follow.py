@@ -1,0 +1,152 @@
+"""`upper sync` from start to stop: the lock, the session, a round every so often, and a good end.
+
+What goes wrong outside (a node that is away, a worker that died) is tried again; nothing was committed
+by a round that failed, so the next one simply does it. What is wrong with the lake itself ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upper.apps.lake.care import compact
+from upper.apps.lake.home import Lake, held
+from upper.apps.lake.schema import DEFAULT_GROUPS, Layout
+from upper.apps.lake.sync import Batch, Sync
+from upper.errors import InvalidArguments, Unreachable
+from upper.spark.feed import BucketFeed
+from upper.spark.session import SparkRunner, WorkFailed, start
+
+log = logging.getLogger(__name__)
+
+MOST_ROUNDS = 20  # of --once, while histories keep moving under it
+CROWDED = 24  # small files of a group that are merged along the way
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowSettings:
+    once: bool = False
+    every: float = 1.0  # seconds between the beginnings of two rounds
+    latest_every: float = 60.0  # seconds between two refreshes of `latest`
+    master: str = "local[*]"
+    groups: int | None = None
+    py_files: tuple[str, ...] = ()
+    spark: Mapping[str, str] = field(default_factory=dict)
+    patience: float = 60.0  # seconds that --once tries to reach a node
+
+
+@dataclass
+class Progress:
+    """Where a sync is; told after every round."""
+
+    rows: int = 0
+    bytes: int = 0
+    commits: int = 0
+    rollbacks: int = 0
+    lost: int = 0
+    behind: int = 0  # changes that were not committed when the last round began
+    lag: float = 0.0  # seconds: how old what is committed is
+    seconds: float = 0.0  # since the start
+    last_commit: int = 0
+    trouble: str = ""
+
+    def sentence(self) -> str:
+        """The summary."""
+        rate = self.rows / self.seconds if self.seconds else 0
+        text = (
+            f"{self.rows:,} changes ({self.bytes / 1e6:,.1f} MB) in {self.commits} commits and "
+            f"{self.seconds:.1f} s, {rate:,.0f} a second; the lake stands at commit {self.last_commit}"
+        )
+        if self.rollbacks:
+            text += f"; {self.rollbacks} rollbacks took back {self.lost:,} changes, which are in `lost`"
+        return text
+
+
+Tell = Callable[[Progress, Batch | None], None]
+
+
+def follow(url: str, root: Path, settings: FollowSettings, *, tell: Tell = lambda *_: None) -> Progress:
+    """Sync until done (`once`) or until the process is told to stop."""
+    with held(root), closing(BucketFeed(url, patience=settings.patience, name="upper-sync")) as feed:
+        partitions = feed.bucket.partitions
+        groups = settings.groups or min(DEFAULT_GROUPS, partitions)
+        if not 1 <= groups <= partitions:
+            raise InvalidArguments(f"{partitions} partitions form 1 to {partitions} groups, not {groups}")
+        layout = Layout(feed.bucket.address.bucket, partitions, groups)
+        lake = Lake.create(root, layout)
+        session = start(
+            app="upper sync", master=settings.master, settings=settings.spark, py_files=settings.py_files
+        )
+        try:
+            sync = Sync(lake, feed, SparkRunner(session))
+            return _once(sync, tell) if settings.once else _forever(sync, settings, tell)
+        finally:
+            session.stop()
+
+
+def _once(sync: Sync, tell: Tell) -> Progress:
+    began, progress = time.monotonic(), Progress()
+    for _ in range(MOST_ROUNDS):
+        batch = sync.round()
+        _add(progress, batch, began)
+        tell(progress, batch)
+        if not sync.unsettled:
+            break
+    sync.refresh()
+    progress.seconds = time.monotonic() - began
+    progress.last_commit = sync.lake.changes.stand.batch
+    return progress
+
+
+def _forever(sync: Sync, settings: FollowSettings, tell: Tell) -> Progress:
+    began, progress = time.monotonic(), Progress(last_commit=sync.lake.changes.stand.batch)
+    refreshed = float("-inf")
+    stop = _stop_signals()
+    while not stop.is_set():
+        turn = time.monotonic()
+        batch = None
+        try:
+            batch = sync.round()
+            progress.trouble = ""
+            _add(progress, batch, began)
+            if time.monotonic() - refreshed >= settings.latest_every:
+                sync.refresh()
+                compact(sync.lake, sync.runner, crowded=CROWDED)
+                refreshed = time.monotonic()
+        except (Unreachable, WorkFailed) as error:
+            log.warning("sync: %s; trying again", error)
+            progress.trouble = str(error)
+            sync.feed.close()
+        progress.seconds = time.monotonic() - began
+        tell(progress, batch)
+        stop.wait(max(0.0, turn + settings.every - time.monotonic()))
+    sync.refresh()
+    progress.seconds = time.monotonic() - began
+    return progress
+
+
+def _add(progress: Progress, batch: Batch, began: float) -> None:
+    progress.rows += batch.rows
+    progress.bytes += batch.size
+    progress.commits += bool(batch.number)
+    progress.rollbacks += len(batch.taken_back)
+    progress.lost += batch.lost
+    progress.behind = batch.behind
+    progress.lag = batch.seconds if batch.behind else 0.0
+    progress.last_commit = batch.number or progress.last_commit
+    progress.seconds = time.monotonic() - began
+
+
+def _stop_signals() -> threading.Event:
+    """Set by SIGTERM and SIGINT: the round under way is finished, `latest` brought up, and then it ends."""
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    return stop

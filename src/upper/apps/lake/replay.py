@@ -1,0 +1,158 @@
+"""What rows mean: from changes to live keys, back again, and whether two tables say the same.
+
+Pure functions over Arrow tables whose rows stand in order of (partition, seqno). No file, no
+network, no Delta: what is true of a lake is decided here and tested here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from upper.apps.lake.schema import BATCH, LATEST, file_schema
+from upper.client.positions import Known
+from upper.model.values import BranchId, Partition, Seqno
+from upper.spark.columns import FLUSH, MUTATION
+
+
+def ordered(rows: pa.Table) -> pa.Table:
+    """The rows in order of (partition, seqno).
+
+    Streams deliver each partition in order of its seqnos, so that a stable sort by partition is almost
+    always enough, and rows that came partition by partition need no sort at all.
+    """
+    if len(rows) < 2:
+        return rows
+    partitions = rows["partition"].to_numpy()
+    seqnos = rows["seqno"].to_numpy()
+    if _in_order(partitions, seqnos):
+        return rows
+    # Partition numbers have 16 bits, which numpy sorts by radix.
+    order = np.argsort(partitions.astype(np.uint16), kind="stable")
+    if not _in_order(partitions[order], seqnos[order]):
+        order = np.lexsort((seqnos, partitions))
+    return rows.take(pa.array(order))
+
+
+def _in_order(partitions: Any, seqnos: Any) -> bool:
+    step = np.diff(partitions.astype(np.int64))
+    return bool(np.all((step > 0) | ((step == 0) & (np.diff(seqnos) > 0))))
+
+
+def by_partition(rows: pa.Table) -> Iterator[tuple[Partition, pa.Table]]:
+    """The stretches of an ordered table, one a partition; nothing is copied."""
+    if not len(rows):
+        return
+    partitions = rows["partition"].to_numpy()
+    edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(rows)]
+    for start, end in pairwise(edges):
+        yield Partition(int(partitions[start])), rows.slice(start, end - start)
+
+
+def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
+    """The live keys after `changes`, where `base` were the live ones before. One partition, in order."""
+    flushes = np.flatnonzero(pc.equal(changes["operation"], FLUSH).to_numpy())
+    if len(flushes):
+        base = base.slice(0, 0)
+        changes = changes.slice(int(flushes[-1]) + 1)
+    if not len(changes):
+        return base
+    indexed = pa.table({"key": changes["key"], "at": pa.array(np.arange(len(changes), dtype=np.int64))})
+    newest = indexed.group_by("key").aggregate([("at", "max")])["at_max"]
+    if len(newest) < len(changes):
+        changes = changes.take(pa.array(np.sort(newest.to_numpy())))
+    live = changes.filter(pc.equal(changes["operation"], MUTATION)).select(file_schema(LATEST).names)
+    if not len(base):
+        return live
+    touched = pc.is_in(base["key"], value_set=changes["key"].combine_chunks())
+    return pa.concat_tables([base.filter(pc.invert(touched)), live])
+
+
+def fold_group(base: pa.Table, changes: pa.Table, *, afresh: frozenset[Partition]) -> pa.Table:
+    """`fold` for every partition of a group; those in `afresh` are built from their changes alone."""
+    old, new = dict(by_partition(base)), dict(by_partition(changes))
+    nothing = file_schema(LATEST).empty_table()
+    none = changes.slice(0, 0)
+    parts = []
+    for partition in sorted({*old, *new}):
+        before = nothing if partition in afresh else old.get(partition, nothing)
+        parts.append(fold(before, new.get(partition, none)))
+    return pa.concat_tables(parts) if parts else nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Taking:
+    """One partition goes back: to `keep` in `changes`, because `point` is where the histories part."""
+
+    partition: Partition
+    keep: Known  # the newest place at or below `to` at which the lake was consistent
+    point: Seqno  # changes past it are no longer true; those up to it will come again
+    to: Seqno  # what the producer asked for
+    new_branch: BranchId
+    why: str
+
+
+def take_back(rows: pa.Table, takings: Mapping[Partition, Taking]) -> tuple[pa.Table, pa.Table]:
+    """Rows that stay in `changes`, and rows that were taken back and belong in `lost`."""
+    stay, lost = [rows.slice(0, 0)], [rows.slice(0, 0)]
+    for partition, part in by_partition(rows):
+        if (taking := takings.get(partition)) is None:
+            stay.append(part)
+            continue
+        seqnos = part["seqno"].to_numpy()
+        stay.append(part.slice(0, int(np.searchsorted(seqnos, taking.keep.position.seqno, side="right"))))
+        lost.append(part.slice(int(np.searchsorted(seqnos, taking.point, side="right"))))
+    return pa.concat_tables(stay), pa.concat_tables(lost)
+
+
+def newest_end(rows: pa.Table, at_most: Seqno) -> Seqno | None:
+    """The newest place at or below a seqno at which one partition's rows ended a batch, and so were whole."""
+    if not len(rows):
+        return None
+    ends = rows.group_by(BATCH).aggregate([("seqno", "max")])["seqno_max"].to_numpy()
+    reached = ends[ends <= at_most]
+    return Seqno(int(reached.max())) if len(reached) else None
+
+
+COMPARED = ("seqno", "key", "value", "revision", "cas", "flags", "expiration", "lock_time")
+
+
+def digest(rows: pa.Table) -> str:
+    """A checksum of one partition's live keys, in order; equal rows have equal ones, however stored.
+
+    The branch is left out: rows that were read again may carry the name of a newer branch than the
+    one they were first seen under, and are the same rows.
+    """
+    check = blake2b(digest_size=16)
+    check.update(len(rows).to_bytes(8, "little"))
+    for name in COMPARED:
+        column = rows[name].combine_chunks()
+        if pa.types.is_binary(column.type):
+            # Lengths and bytes, not Arrow's offsets: a slice of a longer column has other offsets.
+            check.update(pc.fill_null(pc.binary_length(column), -1).to_numpy(zero_copy_only=False).tobytes())
+            _, offsets, data = column.buffers()
+            if len(column) and data is not None:
+                edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
+                check.update(memoryview(data)[int(edges[0]) : int(edges[-1])])
+        else:
+            check.update(np.ascontiguousarray(column.to_numpy(zero_copy_only=False)).tobytes())
+    return check.hexdigest()
+
+
+def differing_keys(one: pa.Table, other: pa.Table, *, at_most: int) -> list[bytes]:
+    """Some keys whose rows are not the same on both sides."""
+    left, right = (
+        {
+            key: tuple(rest)
+            for key, *rest in zip(*(rows[name].to_pylist() for name in ("key", *COMPARED)), strict=True)
+        }
+        for rows in (one, other)
+    )
+    return sorted(key for key in left.keys() | right.keys() if left.get(key) != right.get(key))[:at_most]

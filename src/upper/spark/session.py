@@ -1,0 +1,109 @@
+"""A Spark session that suits this work, and the workers behind it as a place to run tasks.
+
+Whoever has a session of their own registers the source with it and needs nothing here. `upper sync`
+makes one: few settings, each with its reason, and any `spark.*` setting of the caller wins.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+
+from upper.errors import UpperError
+from upper.spark import java
+
+T = TypeVar("T")
+
+
+class WorkFailed(UpperError):
+    """A task failed on Spark's workers as often as Spark tries."""
+
+
+def start(
+    *,
+    app: str,
+    master: str = "local[*]",
+    settings: Mapping[str, str] | None = None,
+    py_files: Sequence[str] = (),
+) -> SparkSession:
+    """A session; `master` is `local[*]`, or the address of a cluster."""
+    java.ensure()
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    local = master.startswith("local")
+    conf = {
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+        "spark.log.level": "ERROR",
+        # Workers import pyarrow once and stay; a batch of a second cannot pay for that each time.
+        "spark.python.worker.reuse": "true",
+        # Data comes over the network, not from a disk near somebody: waiting for a near worker gains nothing.
+        "spark.locality.wait": "0s",
+        "spark.sql.session.timeZone": "UTC",
+        "spark.sql.shuffle.partitions": "8",
+    }
+    if local:
+        conf |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    builder = SparkSession.builder.appName(app).master(patient(master))
+    for name, value in {**conf, **(settings or {})}.items():
+        builder = builder.config(name, value)
+    session = builder.getOrCreate()
+    for file in py_files:
+        session.sparkContext.addPyFile(file)
+    return session
+
+
+def patient(master: str) -> str:
+    """In local mode Spark gives up at the first failure of a task unless told otherwise."""
+    return re.sub(r"^local\[([^,\]]+)\]$", r"local[\1,4]", "local[1]" if master == "local" else master)
+
+
+class SparkRunner:
+    """Runs tasks on the workers of a session, one Spark task each."""
+
+    def __init__(self, session: SparkSession) -> None:
+        self._context = session.sparkContext
+
+    @property
+    def width(self) -> int:
+        """Two tasks a core: when one waits for its node, the other works."""
+        return 2 * int(self._context.defaultParallelism)
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
+        if not tasks:
+            return []
+        try:
+            answers: list[Any] = self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
+        except (Py4JError, PySparkException) as error:
+            raise WorkFailed(f"the work failed on Spark's workers: {_cause(error)}") from error
+        for answer in answers:
+            if isinstance(answer, _Failed):
+                raise answer.error
+        return answers
+
+
+class _Failed:
+    """An error of ours on its way to the driver: it has a sentence, where Spark has a stack trace."""
+
+    def __init__(self, error: UpperError) -> None:
+        self.error = error
+
+
+def _done(task: Callable[[], T]) -> T | _Failed:
+    try:
+        return task()
+    except UpperError as error:
+        error.__traceback__ = error.__cause__ = None
+        return _Failed(error)
+
+
+def _cause(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if re.match(r"^(\w+\.)*\w*(Error|Exception): ", line)]
+    return (told or lines or ["no reason given"])[-1][:500]

@@ -1,0 +1,205 @@
+"""A lake over real Delta tables, held against a bucket that remembers everything."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.apps.bucket_model import ModelBucket
+
+from upper.apps.lake.files import read
+from upper.apps.lake.home import Lake
+from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
+from upper.apps.lake.sync import Sync
+from upper.apps.lake.work import Task
+
+T = TypeVar("T")
+PARTITIONS, GROUPS = 5, 2
+KEYS = [b"a", b"b", b"\xff\x00"]
+
+
+class Here:
+    """Does the tasks in this process; each is pickled on its way, as it would be on the way to a worker."""
+
+    width = 2
+
+    def __init__(self, feed: object) -> None:
+        self._feed = feed
+        self.dies = False
+
+    def run(self, tasks: Sequence[Task[T]]) -> list[T]:
+        answers = [pickle.loads(pickle.dumps(answer)) for answer in (task() for task in tasks)]
+        if self.dies:
+            self.dies = False
+            raise Killed
+        return answers
+
+
+class Killed(Exception):
+    """The driver died here."""
+
+
+class FragileLake(Lake):
+    dies = False
+
+    def repair(self) -> int:
+        if self.dies:
+            raise Killed
+        return super().repair()
+
+
+class World:
+    """A bucket, a lake that follows it, and what must be true of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.bucket = ModelBucket(PARTITIONS)
+        self.ever: set[tuple[int, int]] = set()  # (partition, cas) of everything that `changes` ever held
+        self.open()
+
+    def open(self) -> None:
+        FragileLake.create(self.root, Layout("default", PARTITIONS, GROUPS))
+        self.lake = FragileLake(self.root)
+        self.runner = Here(self.bucket)
+        self.sync = Sync(self.lake, self.bucket, self.runner)
+
+    def rows(self, table: str) -> pa.Table:
+        home = {CHANGES: self.lake.changes, LATEST: self.lake.latest, LOST: self.lake.lost}[table]
+        return read(self.root, table, home.files())
+
+    def round(self) -> None:
+        self.sync.round()
+        self.remember()
+
+    def remember(self) -> None:
+        rows = self.rows(CHANGES)
+        here = set(zip(rows["partition"].to_pylist(), rows["cas"].to_pylist(), strict=True))
+        # Behind a purge a partition is read again from zero; older versions of a key then leave `changes`
+        # though no failover took them back. They were true, and are forgotten, not lost.
+        self.ever = here | {change for change in self.ever if change not in self.true()}
+
+    def true(self) -> set[tuple[int, int]]:
+        return {(p.id, op.cas) for p in self.bucket.partitions for op in p.ops}
+
+    def settle(self) -> None:
+        self.bucket.between = lambda: None
+        self.round()
+        for _ in range(4):
+            if not self.sync.unsettled:
+                break
+            self.round()
+        assert not self.sync.unsettled
+        self.sync.refresh()
+
+    def check(self) -> None:
+        changes, latest, lost = self.rows(CHANGES), self.rows(LATEST), self.rows(LOST)
+        named = list(zip(changes["partition"].to_pylist(), changes["seqno"].to_pylist(), strict=True))
+        assert len(named) == len(set(named)), "a change stands in `changes` twice"
+        true = self.true()
+        here = set(zip(changes["partition"].to_pylist(), changes["cas"].to_pylist(), strict=True))
+        assert here <= true, "`changes` holds what is no longer true"
+        stand = self.lake.latest.stand
+        held: dict[int, dict[bytes, tuple[int, int, bytes]]] = {p: {} for p in range(PARTITIONS)}
+        for row in latest.to_pylist():
+            assert row["key"] not in held[row["partition"]]
+            held[row["partition"]][row["key"]] = (row["seqno"], row["cas"], row["value"])
+        for partition in self.bucket.partitions:
+            at = stand.position(partition.id).seqno  # type: ignore[arg-type]
+            assert at == partition.high or not partition.ops
+            live = {key: (op.seqno, op.cas, op.value) for key, op in partition.items(at).items()}
+            assert held[partition.id] == live
+        gone = list(zip(lost["partition"].to_pylist(), lost["cas"].to_pylist(), strict=True))
+        assert len(gone) == len(set(gone)), "a change is lost twice"
+        assert set(gone) == self.ever - true, "`lost` is not exactly what was taken back"
+
+
+def one(at: int) -> st.SearchStrategy[tuple[str, int, bytes, int]]:
+    return st.tuples(
+        st.sampled_from(["mutation"] * 6 + ["deletion", "expiration", "flush", "promote"]),
+        st.integers(0, PARTITIONS - 1),
+        st.sampled_from(KEYS),
+        st.integers(0, 12),
+    )
+
+
+happenings = st.lists(one(0), max_size=12)
+turns = st.lists(
+    st.tuples(
+        happenings, happenings, st.sampled_from(["round", "round", "refresh", "killed", "torn", "merge"])
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+def happen(bucket: ModelBucket, events: list[tuple[str, int, bytes, int]]) -> None:
+    for number, (what, partition, key, back) in enumerate(events):
+        if what == "promote":
+            bucket.promote(partition, max(0, bucket.partitions[partition].high - back))
+        elif what == "flush":
+            bucket.do(partition, "flush")
+        else:
+            bucket.do(partition, what, key, b"%d" % number if what == "mutation" else None)
+
+
+@settings(max_examples=30)
+@given(turns)
+def test_a_lake_ends_equal_to_the_bucket_whatever_happened_on_the_way(
+    story: list[tuple[list[tuple[str, int, bytes, int]], list[tuple[str, int, bytes, int]], str]],
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(Path(directory))
+        for before, during, turn in story:
+            happen(world.bucket, before)
+            pending = [during]
+
+            def between(pending: list[list[tuple[str, int, bytes, int]]] = pending) -> None:
+                if pending:
+                    happen(world.bucket, pending.pop())
+
+            world.bucket.between = between
+            match turn:
+                case "killed":  # files are written, nothing is committed
+                    world.runner.dies = True
+                    try:
+                        world.round()
+                    except Killed:
+                        world.open()
+                    world.runner.dies = False
+                case "torn":  # `changes` is committed, the others are not
+                    world.lake.dies = True
+                    try:
+                        world.round()
+                    except Killed:
+                        world.open()
+                        world.remember()
+                    world.lake.dies = False
+                case "refresh":
+                    world.round()
+                    world.sync.refresh()
+                case _:
+                    world.round()
+        world.settle()
+        world.check()
+
+
+def test_the_files_of_a_lake_are_sorted_and_belong_to_one_group(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    for number in range(200):
+        world.bucket.do(number % PARTITIONS, "mutation", b"%d" % (number % 37), b"x" * number)
+    world.settle()
+    world.check()
+    for file in world.lake.changes.files():
+        rows = pq.ParquetFile(tmp_path / CHANGES / file.path).read()
+        order = list(zip(rows["partition"].to_pylist(), rows["seqno"].to_pylist(), strict=True))
+        assert order == sorted(order)
+        assert {world.lake.layout.group_of(partition) for partition, _ in order} == {file.group}
+        assert (file.low["partition"], file.high["partition"]) == (order[0][0], order[-1][0])
+        assert file.rows == len(order)
