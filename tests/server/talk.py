@@ -74,6 +74,15 @@ class Peer:
         found, self.inbox = self.inbox, []
         return found
 
+    def rest(self) -> list[Message]:
+        """Everything up to the end of the connection."""
+        seen: list[Message] = []
+        try:
+            while True:
+                seen += self.receive()
+        except EOFError:
+            return seen
+
     def until(self, wanted: Callable[[Message], bool]) -> list[Message]:
         """Messages up to the first that is wanted, that one included; the rest stays in the inbox."""
         seen: list[Message] = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from itertools import count
 
 import pytest
+
 from tests.nodes import Node
 from tests.server.talk import Peer
-
+from upper.model.values import Partition
 from upper.wire.codes import Feature, Opcode, Status
 
 _keys = count()
@@ -19,7 +21,7 @@ HELLO_ALL = b"".join(
 
 
 @pytest.fixture
-def kv(shared_node: Node):  # type: ignore[no-untyped-def]
+def kv(shared_node: Node) -> Iterator[Peer]:
     with Peer(shared_node, None) as peer:
         yield peer
 
@@ -187,7 +189,7 @@ def test_all_seqnos_lists_each_active_partition_once(kv: Peer) -> None:
     kv.send(SeqnosRequest(opaque=9))
     answer = kv.wait_for(SeqnosAnswer)
     assert [partition for partition, _ in answer.seqnos] == list(range(16))
-    assert dict(answer.seqnos)[5] == int(kv.stats("vbucket-details 5")["vb_5:durable_seqno"])
+    assert dict(answer.seqnos)[Partition(5)] == int(kv.stats("vbucket-details 5")["vb_5:durable_seqno"])
 
 
 def test_a_random_key_is_one_that_exists(kv: Peer) -> None:

@@ -47,6 +47,7 @@ log = logging.getLogger(__name__)
 
 ROOM = 4 << 20  # bytes of answers after which a run is interrupted to see whether the peer reads them
 LINGER = 1.0  # seconds that a peer gets to read why it is being closed
+LINGER_BYTES = 1 << 20  # bytes that it may still send meanwhile
 
 _numbers = count(1)
 
@@ -82,6 +83,7 @@ class Connection(asyncio.Protocol):
         self._busy: asyncio.Task[None] | None = None
         self._reading = True
         self._ending = self._leaving = False
+        self._thrown_away = 0
         self._choose_path()
 
     # ── What the transport tells ──────────────────────────────────────────────────────────────────
@@ -125,6 +127,9 @@ class Connection(asyncio.Protocol):
         self.heard = self.node.clock_now
         self.bytes_in += len(data)
         if self._ending:
+            self._thrown_away += len(data)
+            if self._thrown_away > LINGER_BYTES:
+                self.abort()
             return
         if self._parts or self._busy is not None:
             self._parts.append(data)
@@ -176,7 +181,7 @@ class Connection(asyncio.Protocol):
                 else:
                     waits |= self._command(head, data, at, out)
                 at += head.size
-                if self._ending or self._busy is not None:
+                if self._ending or self._leaving or self._busy is not None:
                     break
         except UpperError as error:
             self._answer(out, waits)
@@ -184,6 +189,7 @@ class Connection(asyncio.Protocol):
             return
         self._keep(data, at)
         self._answer(out, waits)
+        self._leave_if_answered()
 
     def _whole(self, data: bytes, at: int) -> Header | None:
         """The header of the packet at `at`, if all of it is there; else remember how much is needed."""
@@ -275,6 +281,7 @@ class Connection(asyncio.Protocol):
         self._reply(reply, head, row, out)
         self._busy = None
         self._answer(out, row.waits)
+        self._leave_if_answered()
         self._go_on()
 
     def _reply(self, reply: Reply, head: Header, row: Row, out: bytearray) -> None:
@@ -337,9 +344,8 @@ class Connection(asyncio.Protocol):
             self.end(_failed(bytes(ready), failed))
         elif ready:
             self.send(ready)
-        if self._leaving and not held:
-            self.close()
-        elif not self._reading:
+        self._leave_if_answered()
+        if not self._reading:
             self._go_on()
         return bool(held)
 
@@ -368,10 +374,11 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def close_when_answered(self) -> None:
-        """Close once nothing is held any more."""
-        if self._held:
-            self._leaving = True
-        else:
+        """Close once the answer to the present request has left."""
+        self._leaving = True
+
+    def _leave_if_answered(self) -> None:
+        if self._leaving and not self._held and self._busy is None:
             self.close()
 
     def close(self) -> None:

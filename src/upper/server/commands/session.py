@@ -46,7 +46,7 @@ def verbosity(call: Call) -> Reply:
 
 @handles(Opcode.QUIT, quiet=(Opcode.QUITQ,))
 def leave(call: Call) -> Reply:
-    call.node.loop.call_soon(call.connection.close_when_answered)
+    call.connection.close_when_answered()
     return Reply()
 
 
@@ -139,7 +139,7 @@ def _note_failure(connection: Connection) -> None:
     connection.failed_logins += 1
     log.warning("%s: login failed, attempt %d on this connection", connection.peer, connection.failed_logins)
     if connection.failed_logins >= node.settings.limits.failed_logins:
-        node.loop.call_soon(connection.close_when_answered)
+        connection.close_when_answered()
 
 
 # ── The bucket and the map ────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,309 @@
+"""Who may come in: users, SASL, roles and limits, over real sockets, with TLS and without."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import shutil
+import socket
+import ssl
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.nodes import Node
+from tests.server.talk import Peer
+from upper.errors import AuthenticationFailed
+from upper.model.messages import Refusal, Response
+from upper.server.auth import (
+    HASHES,
+    BadUsersFile,
+    Challenge,
+    Role,
+    Scram,
+    Secret,
+    User,
+    Users,
+    Welcome,
+    load_users,
+    save_users,
+)
+from upper.server.settings import BadSettings, ServerSettings, Tls
+from upper.wire.codes import Opcode, Status
+
+PASSWORDS = {"reader": "r-secret", "writer": "w-secret", "follower": "f-secret", "boss": "b-secret"}
+ROLES = {
+    "reader": Role.READ,
+    "writer": Role.READ | Role.WRITE,
+    "follower": Role.READ | Role.STREAM,
+    "boss": Role.everything(),
+}
+
+
+@pytest.fixture(scope="module")
+def users_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("users") / "users.json"
+    save_users(path, Users({name: User.new(name, PASSWORDS[name], ROLES[name]) for name in PASSWORDS}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, users_file: Path) -> Iterator[Node]:
+    with Node(tmp_path_factory.mktemp("node") / "data", "--users", str(users_file)).start() as node:
+        yield node
+
+
+def plain(peer: Peer, name: str, password: str) -> Response:
+    return peer.ask(Opcode.SASL_AUTH, b"PLAIN", b"\0" + name.encode() + b"\0" + password.encode())
+
+
+def scram(peer: Peer, mechanism: str, name: str, password: str) -> Response:
+    """The client's side of SCRAM, written down from RFC 5802."""
+    digest = HASHES[mechanism]
+    bare = f"n={name},r=clientnonce"
+    first = peer.ask(Opcode.SASL_AUTH, mechanism.encode(), f"n,,{bare}".encode())
+    if first.status != Status.AUTHENTICATION_CONTINUES:
+        return first
+    fields = dict(part.split("=", 1) for part in first.value.decode().split(","))
+    salted = hashlib.pbkdf2_hmac(digest, password.encode(), base64.b64decode(fields["s"]), int(fields["i"]))
+    client_key = hmac.digest(salted, b"Client Key", digest)
+    stored_key = hashlib.new(digest, client_key).digest()
+    without_proof = f"c=biws,r={fields['r']}"
+    said = f"{bare},{first.value.decode()},{without_proof}".encode()
+    proof = bytes(a ^ b for a, b in zip(client_key, hmac.digest(stored_key, said, digest), strict=True))
+    answer = peer.ask(
+        Opcode.SASL_STEP, mechanism.encode(), f"{without_proof},p={base64.b64encode(proof).decode()}".encode()
+    )
+    if answer.status == 0:
+        server_key = hmac.digest(salted, b"Server Key", digest)
+        assert (
+            answer.value.decode() == f"v={base64.b64encode(hmac.digest(server_key, said, digest)).decode()}"
+        )
+    return answer
+
+
+# ── Coming in ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nobody_does_anything_before_the_login(guarded: Node) -> None:
+    with Peer(guarded) as peer:
+        assert peer.get(b"k").status == Status.AUTHENTICATION_FAILED
+        assert peer.ask(Opcode.STAT).status == Status.AUTHENTICATION_FAILED
+        assert peer.ask(Opcode.NOOP).status == 0
+        refused = peer.follow(0)
+        assert isinstance(refused, Refusal)
+        assert refused.status == Status.NO_ACCESS
+        assert peer.ask(Opcode.SASL_LIST_MECHS).value == b"SCRAM-SHA-512 SCRAM-SHA-256 PLAIN"
+
+
+@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mechanism: str) -> None:
+    def login(peer: Peer, name: str, password: str) -> int:
+        if mechanism == "PLAIN":
+            return plain(peer, name, password).status
+        return scram(peer, mechanism, name, password).status
+
+    with Peer(guarded, None) as peer:
+        assert login(peer, "writer", "wrong") == Status.AUTHENTICATION_FAILED
+        assert peer.set(b"k", b"v").status == Status.AUTHENTICATION_FAILED
+        assert login(peer, "nobody", "w-secret") == Status.AUTHENTICATION_FAILED
+        assert login(peer, "writer", "w-secret") == 0
+        assert peer.set(b"k", b"v").status == 0
+
+
+def test_a_failed_login_takes_back_the_one_before(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        assert plain(peer, "writer", "w-secret").status == 0
+        assert plain(peer, "writer", "wrong").status == Status.AUTHENTICATION_FAILED
+        assert peer.get(b"k").status == Status.AUTHENTICATION_FAILED
+
+
+def test_each_role_may_do_its_own(guarded: Node) -> None:
+    with Peer(guarded) as peer:
+        plain(peer, "reader", PASSWORDS["reader"])
+        assert peer.get(b"nothing").status == Status.KEY_NOT_FOUND
+        assert peer.set(b"k", b"v").status == Status.NO_ACCESS
+        assert isinstance(peer.follow(1), Refusal)
+    with Peer(guarded) as peer:
+        plain(peer, "follower", PASSWORDS["follower"])
+        peer.accepted(0)
+        assert peer.delete(b"k").status == Status.NO_ACCESS
+        assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1").status == Status.NO_ACCESS
+    with Peer(guarded) as peer:
+        plain(peer, "writer", PASSWORDS["writer"])
+        assert peer.set(b"k", b"v").status == 0
+        assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1").status == Status.NO_ACCESS
+    with Peer(guarded) as peer:
+        plain(peer, "boss", PASSWORDS["boss"])
+        assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1").status == 0
+
+
+def test_three_failures_close_the_connection(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        for _ in range(3):
+            assert plain(peer, "writer", "wrong").status == Status.AUTHENTICATION_FAILED
+        with pytest.raises((EOFError, ConnectionError)):
+            peer.ask(Opcode.NOOP)
+
+
+def test_too_many_failures_from_one_address_have_to_wait(users_file: Path, tmp_path: Path) -> None:
+    with Node(tmp_path / "data", "--users", str(users_file)).start() as node:
+        for _ in range(10):
+            with Peer(node, None) as peer:
+                for _ in range(2):
+                    plain(peer, "writer", "wrong")
+        with Peer(node, None) as peer:
+            answer = plain(peer, "writer", "w-secret")
+            assert answer.status == Status.BUSY
+            assert b"wait" in answer.value
+
+
+def test_a_flood_before_the_login_is_cut_off(guarded: Node) -> None:
+    with guarded.connect() as connection:
+        connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x01, 1, 8, 0, 0, 200_000, 1, 0))
+        answer = b""
+        while piece := connection.recv(4096):
+            answer += piece
+        assert struct.unpack_from(">H", answer, 6)[0] == Status.VALUE_TOO_LARGE
+    noop = struct.pack(">BBHBBHIIQ", 0x80, 0x0A, 0, 0, 0, 0, 0, 1, 0)
+    with guarded.connect() as connection, pytest.raises(ConnectionError):
+        connection.sendall(noop * 1_000_000)
+
+
+def test_no_password_and_no_key_reaches_the_log(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        plain(peer, "writer", "w-secret")
+        peer.set(b"very-private-key", b"very-private-value")
+        peer.ask(Opcode.SET, b"very-private-key", b"", extras=b"123")
+    for secret in ("w-secret", "very-private", "wrong"):
+        assert secret not in guarded.log
+
+
+# ── TLS, addresses, connections ───────────────────────────────────────────────────────────────────
+
+
+def test_other_addresses_need_users_and_tls_or_the_word_insecure(tmp_path: Path) -> None:
+    tls = Tls(certificate=tmp_path / "c", key=tmp_path / "k")
+    for incomplete in ({}, {"users": tmp_path}, {"tls": tls}):
+        with pytest.raises(BadSettings, match="insecure"):
+            ServerSettings(host="0.0.0.0", **incomplete)
+    ServerSettings(host="0.0.0.0", users=tmp_path, tls=tls)
+    ServerSettings(host="0.0.0.0", insecure=True)
+    for loopback in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
+        ServerSettings(host=loopback)
+
+
+def test_the_command_refuses_an_open_address_with_a_sentence_and_exit_code_2(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "upper", "serve", "--data", str(tmp_path / "d"), "--host", "0.0.0.0")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert run.returncode == 2
+    assert "--users" in run.stderr
+    assert len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_speaks_the_same_protocol_and_a_plain_peer_gets_nowhere(tmp_path: Path, users_file: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"),
+        check=True, capture_output=True,
+    )  # fmt: skip
+    options = ("--users", str(users_file), "--tls-cert", str(certificate), "--tls-key", str(key))
+    with Node(tmp_path / "data", *options).start() as node:
+        context = ssl.create_default_context(cafile=str(certificate))
+        with Peer(node) as peer:
+            peer.socket = context.wrap_socket(peer.socket, server_hostname="127.0.0.1")
+            assert plain(peer, "boss", PASSWORDS["boss"]).status == 0
+            assert peer.set(b"k", b"v" * 100_000).status == 0
+            peer.accepted(0)
+            assert peer.changes(1)[0].value == b"v" * 100_000
+        with node.connect() as connection:
+            connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x0A, 0, 0, 0, 0, 0, 1, 0))
+            try:
+                assert b"\x81\x0a" not in connection.recv(4096)
+            except ConnectionError:
+                pass
+
+
+def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
+    with Node(tmp_path / "data", "--connections", "3").start() as node:
+        kept = [Peer(node, None) for _ in range(3)]
+        for peer in kept:
+            assert peer.ask(Opcode.NOOP).status == 0
+        with socket.create_connection(node.address, timeout=10) as extra:
+            answer = b""
+            while piece := extra.recv(4096):
+                answer += piece
+        assert struct.unpack_from(">H", answer, 6)[0] == Status.BUSY
+        kept.pop().close()
+        for peer in kept:
+            assert peer.ask(Opcode.NOOP).status == 0
+            peer.close()
+
+
+def test_an_idle_connection_is_closed_and_one_that_follows_is_not(tmp_path: Path) -> None:
+    node = Node(tmp_path / "data", "--idle", "1").start()
+    with node, Peer(node) as follower, Peer(node, None) as idle:
+        follower.accepted(0)
+        with pytest.raises((EOFError, ConnectionError)):
+            idle.receive()
+        with Peer(node, None) as writer:
+            writer.set(b"k", b"v")
+        assert follower.changes(1)[0].key == b"k"
+
+
+# ── The parts by themselves ───────────────────────────────────────────────────────────────────────
+
+
+def test_the_users_file_keeps_no_password_and_only_its_owner_reads_it(users_file: Path) -> None:
+    text = users_file.read_text()
+    assert not any(password in text for password in PASSWORDS.values())
+    assert users_file.stat().st_mode & 0o077 == 0
+    assert load_users(users_file).users["writer"].roles == Role.READ | Role.WRITE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"version": 2, "users": {}}',
+        '{"version": 1, "users": {"a": {"roles": 3}}}',
+        '{"version": 1, "users": {"a": {"roles": ["king"]}}}',
+    ],
+)
+def test_a_users_file_that_is_none_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "users.json"
+    path.write_text(text)
+    with pytest.raises(BadUsersFile):
+        load_users(path)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_in_a_scram_exchange_fail_as_a_wrong_password_does(data: bytes) -> None:
+    users = Users({"a": User("a", Role.READ, {})}, b"decoy")
+    for before in ((), (b"n,,n=a,r=x",)):
+        exchange = Scram("SCRAM-SHA-256", users, nonce="y")
+        for message in before:
+            assert isinstance(exchange.step(message), Challenge)
+        try:
+            assert not isinstance(exchange.step(data), Welcome)
+        except AuthenticationFailed:
+            pass
+
+
+def test_an_unknown_user_is_challenged_like_a_known_one_and_always_alike() -> None:
+    users = Users({}, b"decoy")
+    first, second = (users.secret("ghost", "SCRAM-SHA-512") for _ in range(2))
+    assert first == second
+    assert len(first.salt) == 16
+    assert Secret.of("", "sha512", salt=first.salt, iterations=1).stored_key != first.stored_key
