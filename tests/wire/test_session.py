@@ -54,6 +54,7 @@ P1 = Partition(1)
 FIRST: list[tuple[bytes, Dialect]] = [
     (TAP.encode(TapConnect(name=b"n")), TAP),
     (UPR0.encode(StreamRequest(partition=P1)), UPR0),
+    (pack(0x80, 0x01, extras=bytes(40), data_type=1), UPR0),
     (UPR0.encode(FailoverLogRequest(partition=P1)), UPR0),
     (UPR.encode(StreamRequest(partition=P1)), UPR),
     (UPR.encode(FailoverLogRequest(partition=P1)), UPR),

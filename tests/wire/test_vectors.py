@@ -25,6 +25,7 @@ from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.packet import header
 from upper.wire.show import pictures
+from upper.wire.table import Dialect
 from upper.wire.tap import TAP
 from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
@@ -138,6 +139,24 @@ def test_upr0_reads_forty_bytes_of_extras_with_flags_in_front() -> None:
 def test_upr0_counts_its_reasons_from_one(name: str, reason: EndReason) -> None:
     message = UPR0.decode(named("upr0", name))
     assert message == StreamEnd(partition=Partition(12), opaque=0x2D, reason=reason)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "numbers"),
+    [
+        (UPR, {"OK": 0, "STATE_CHANGED": 1, "CLOSED": 2, "SHUTTING_DOWN": 3, "TOO_SLOW": 4}),
+        (UPR0, {"OK": 1, "STATE_CHANGED": 2, "CLOSED": 3, "SHUTTING_DOWN": 4, "TOO_SLOW": 5}),
+        (DCP, {"OK": 0, "CLOSED": 1, "STATE_CHANGED": 2, "DISCONNECTED": 3, "TOO_SLOW": 4, "ROLLBACK": 6}),
+    ],
+    ids=lambda it: it.name if isinstance(it, Dialect) else "",
+)
+def test_every_dialect_has_its_own_numbers_for_the_end_of_a_stream(
+    dialect: Dialect, numbers: dict[str, int]
+) -> None:
+    for name, number in numbers.items():
+        packet = dialect.encode(StreamEnd(partition=Partition(1), reason=EndReason[name]))
+        assert (packet[5] if dialect is UPR0 else packet[-1]) == number
+        assert dialect.decode(packet) == StreamEnd(partition=Partition(1), reason=EndReason[name])
 
 
 def test_who_speaks_tells_a_stop_from_an_end() -> None:

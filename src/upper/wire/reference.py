@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 
 from upper.model.messages import Request, Response
@@ -182,4 +181,4 @@ def _list(codes: type[Status] | type[Feature]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    print(page(), end="")  # noqa: T201
