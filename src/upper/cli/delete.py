@@ -1,0 +1,24 @@
+"""Remove keys."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from upper.cli.output import ExitCode, Output
+from upper.cli.reaching import add_url, reach
+
+EXAMPLES = """
+upper delete upr://127.0.0.1:11210/default user:1
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_url(parser)
+    parser.add_argument("keys", metavar="KEY", nargs="+", help="what to remove")
+
+
+def run(args: Namespace, out: Output) -> ExitCode:
+    with reach(args, "upper delete") as bucket:
+        deleted = bucket.delete_many(args.keys)
+    out.show({"asked": len(args.keys), "deleted": deleted}, text=f"deleted {deleted} of {len(args.keys)}")
+    return ExitCode.OK if deleted == len(args.keys) else ExitCode.DIFFERENT

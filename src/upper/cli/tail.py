@@ -1,0 +1,115 @@
+"""Show changes as they happen, from the beginning, from now, or from where a checkpoint stands.
+
+It follows every partition across restarts and failovers, and ends only when it has everything (--until now)
+or is stopped. With --checkpoint it takes up where it left and keeps its place there. A history that branched
+shows as a `rollback`: what was printed past that seqno is no longer true.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from upper.cli.output import ExitCode, Output, text_of
+from upper.cli.reaching import add_url, partitions, reach
+
+if TYPE_CHECKING:
+    from upper.client.events import Event
+
+EXAMPLES = """
+upper tail upr://127.0.0.1:11210/default
+upper tail upr://127.0.0.1:11210/default --from now --key-prefix user: --json
+upper tail upr://127.0.0.1:11210/default --until now --checkpoint here.json
+"""
+WIDTH = 72  # of a value in text; --json has all of it
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add_url(parser)
+    parser.add_argument(
+        "--from", dest="since", default="beginning", metavar="beginning|now|FILE", help="where to begin"
+    )
+    parser.add_argument("--until", choices=("now",), help="end with what is there now, instead of never")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="FILE", help="take up from here, and keep the place"
+    )
+    parser.add_argument("--partitions", type=partitions, metavar="0-15,99", help="only these")
+    parser.add_argument("--keys-only", action="store_true", help="leave the values with the node")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="only keys that begin like this")
+    parser.add_argument("--operations", metavar="LIST", help="only these: mutation,deletion,expiration")
+    parser.add_argument("--snapshots", action="store_true", help="show where snapshots end, too")
+
+
+def run(args: Namespace, out: Output) -> ExitCode:
+    from upper.client.checkpoint import Checkpoint
+    from upper.client.events import SnapshotEnd
+    from upper.errors import BadCheckpoint
+
+    since: object = args.since
+    if args.since not in ("beginning", "now"):
+        since = Checkpoint(args.since).load()
+        if since is None:
+            raise BadCheckpoint(f"there is no checkpoint {args.since}; --from is beginning, now or a file")
+    with reach(args, "upper tail") as bucket:
+        feed = bucket.changes(
+            since=since,
+            until=args.until,
+            checkpoint=None if args.checkpoint is None else Checkpoint(args.checkpoint),
+            partitions=args.partitions,
+            keys_only=args.keys_only,
+            key_prefix=args.key_prefix,
+            operations=None if args.operations is None else args.operations.split(","),
+            on_rollback="continue",
+            name="upper tail",
+        )
+        with feed:
+            for event in feed:
+                if args.snapshots or not isinstance(event, SnapshotEnd):
+                    out.show(fields(event), text=None if out.as_json else line(event))
+    return ExitCode.OK
+
+
+def fields(event: Event) -> dict[str, object]:
+    """An event as an object: 64-bit numbers as text, because many readers of JSON round them."""
+    from upper.client.events import Mutation, Rollback
+
+    branch = None if event.branch is None else str(event.branch)
+    shown: dict[str, object] = {
+        "operation": event.operation,
+        "partition": event.partition,
+        "seqno": event.seqno,
+        "branch": branch,
+    }
+    for name in ("key", "value", "revision", "cas", "flags", "expiration", "lock_time", "state"):
+        if hasattr(event, name):
+            value = getattr(event, name)
+            shown[name] = str(value) if name == "cas" else value
+    if isinstance(event, Mutation) and not event.value:
+        shown["value"] = b""
+    if isinstance(event, Rollback):
+        shown |= {"to": event.to, "why": event.why, "lost": list(event.lost)}
+    return shown
+
+
+def line(event: Event) -> str:
+    """An event for people: one line, whatever is in it."""
+    from upper.client.events import Deletion, Expiration, Mutation, Rollback
+
+    head = f"{event.operation:<12} {event.partition:>4} {event.seqno or 0:>8}"
+    match event:
+        case Mutation():
+            value = text_of(event.value)
+            cut = value if len(value) <= WIDTH else value[: WIDTH - 1] + "…"
+            return _printable(f"{head}  {text_of(event.key)}  {cut}")
+        case Deletion() | Expiration():
+            return _printable(f"{head}  {text_of(event.key)}")
+        case Rollback():
+            return f"{head}  {event.why}; {event.lost[0] + 1} to {event.lost[1]} are lost"
+        case _:
+            return head
+
+
+def _printable(text: str) -> str:
+    """A newline or an escape sequence in a key must not reach the terminal."""
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
