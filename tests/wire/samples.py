@@ -103,13 +103,13 @@ def contents(draw: st.DrawFn, content: Content) -> bytes:
 
 
 @st.composite
-def packets(draw: st.DrawFn, row: Row) -> bytes:
-    """A packet of this row, as this project would send it."""
+def packets(draw: st.DrawFn, row: Row, also: Layout | None = None) -> bytes:
+    """A packet of this row, as this project would send it, or with extras that it also reads."""
     attributes = {one.name for one in fields(row.message)}
     front = draw(st.binary(max_size=9)) if row.front else b""
     tail = draw(st.binary(max_size=9)) if row.tail else b""
     counted: dict[str, int] = {row.front or "": len(front), row.tail or "": len(tail)}
-    layout = draw(st.sampled_from(row.layouts)) if row.raw else row.extras
+    layout = also or (draw(st.sampled_from(row.layouts)) if row.raw else row.extras)
     if row.status is not None:
         vbucket = int(row.status)
     elif row.failed:
