@@ -116,6 +116,10 @@ def streaming(records: list[bytes]) -> Iterator[Row]:
     yield Row(name="  the same", value=best * 168, unit="MB/s", ratio=best / memcpy, against="memcpy")
     patched = rate(million, measured(lambda kernel: kernel.retarget(buffer, 0, len(buffer), 7)))
     yield from pair("patch a contiguous file", "M changes/s", patched, {"compiled": ">= 7"})
+    in_dcp = rate(million, measured(lambda kernel: kernel.join(records, 7, dcp=True)))
+    yield from pair("a backfill in DCP", "M changes/s", in_dcp, {})
+    taken = rate(million, measured(lambda kernel: kernel.records(data, 0, len(data))))
+    yield from pair("take records out of a stream", "M changes/s", taken, {})
     scanned = rate(million, measured(lambda kernel: kernel.scan(data, 0, slots)))
     yield from pair("scan and validate", "M changes/s", scanned, {"compiled": ">= 10"})
 

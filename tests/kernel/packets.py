@@ -128,6 +128,30 @@ def changes(draw: st.DrawFn, partitions: int = 4) -> bytes:
 
 
 @st.composite
+def dcp_changes(draw: st.DrawFn) -> bytes:
+    """Changes as DCP frames them, metadata and the value of a deletion included."""
+    kind = draw(st.sampled_from([MUTATION, DELETION, EXPIRATION]))
+    value, meta = draw(values), draw(st.binary(max_size=5))
+    extras = pack(">QQ", draw(st.integers(0, 50) | u64), draw(u64))
+    if kind == MUTATION:
+        extras += pack(">IIIHB", draw(u32), draw(u32), draw(u32), len(meta), draw(st.integers(0, 255)))
+    else:
+        value *= draw(st.booleans())
+        extras += draw(st.sampled_from([bytes(2), bytes(5) if kind == DELETION else bytes(4)]))
+        meta = b""
+    return packet(
+        kind + 1,
+        extras=extras,
+        key=draw(keys),
+        value=value + meta,
+        data_type=draw(st.integers(0, 7)),
+        partition=draw(st.integers(0, 3)),
+        opaque=draw(st.integers(0, 6) | u32),
+        cas=draw(u64),
+    )
+
+
+@st.composite
 def other_packets(draw: st.DrawFn) -> bytes:
     magic = draw(st.sampled_from([0x80, 0x81]))
     opcodes = [0x52, 0x53, 0x54, 0x55, FLUSH, 0x5C, 0x00]

@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel.packets import Clock, Store, changes, damaged, numbers, other_packets, requests, u64
+from tests.kernel.packets import (
+    Clock,
+    Store,
+    changes,
+    damaged,
+    dcp_changes,
+    numbers,
+    other_packets,
+    requests,
+    u64,
+)
 from upper.errors import UpperError
 from upper.kernel import plain
 
@@ -19,6 +29,7 @@ compiled = pytest.importorskip(
 )
 
 streams = damaged(changes() | other_packets())
+dcp_streams = damaged(dcp_changes() | dcp_changes() | other_packets())
 traffic = damaged(requests() | requests() | requests() | changes())
 spots = st.integers(-1, 40)
 
@@ -45,6 +56,15 @@ def alike(name: str, *arguments: Any, **options: Any) -> None:
 def test_they_scan_alike(data: bytes, start: int, limit: int) -> None:
     alike("scan", data, start, numbers(1, 2, 3))
     alike("scan", data, 0, numbers(1, 2, 3, 4, 5, 6, 7), limit)
+
+
+@given(streams, dcp_streams, spots, st.integers(0, 300))
+def test_they_take_records_out_alike(data: bytes, dcp_data: bytes, start: int, end: int) -> None:
+    alike("scan", dcp_data, 0, numbers(1, 2, 3, 4), dcp=True)
+    for dcp in (False, True):
+        for stream in (data, dcp_data):
+            alike("records", stream, 0, len(stream), dcp=dcp)
+            alike("records", stream, start, end, dcp=dcp)
 
 
 @given(traffic, spots, st.lists(changes(), max_size=6), u64, st.booleans())
@@ -87,6 +107,7 @@ def test_they_retarget_alike(data: bytes, start: int, end: int, opaque: int) -> 
 @given(st.lists(changes() | other_packets() | st.binary(max_size=60), max_size=12), u64)
 def test_they_treat_lists_and_maps_alike(records: list[bytes], number: int) -> None:
     alike("join", records, number & 0xFFFF_FFFF)
+    alike("join", records, 7, dcp=True)
     alike("group", records)
     alike("latest", records)
     whole = [record for record in records if len(record) >= 48]

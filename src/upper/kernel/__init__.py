@@ -34,6 +34,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         join,
         latest,
         measure,
+        records,
         replay,
         retarget,
         run,
@@ -50,6 +51,7 @@ else:
             join,
             latest,
             measure,
+            records,
             replay,
             retarget,
             run,
@@ -67,6 +69,7 @@ else:
             join,
             latest,
             measure,
+            records,
             replay,
             retarget,
             run,
@@ -78,6 +81,7 @@ __all__ = [
     "NAME",
     # what comes from a socket
     "scan",
+    "records",
     "run",
     # what goes to a socket
     "join",

@@ -84,7 +84,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
             # Count and check first: what is allocated below is what was counted here.
             at = start
             while True:
-                past = packet(base, at, end, MAX_RANGE, &opcode)
+                past = packet(base, at, end, MAX_RANGE, False, &opcode)
                 if past == 0:
                     break
                 if opcode >= 0:

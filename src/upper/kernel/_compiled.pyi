@@ -5,6 +5,7 @@ from upper.kernel.plain import group as group
 from upper.kernel.plain import join as join
 from upper.kernel.plain import latest as latest
 from upper.kernel.plain import measure as measure
+from upper.kernel.plain import records as records
 from upper.kernel.plain import replay as replay
 from upper.kernel.plain import retarget as retarget
 from upper.kernel.plain import run as run

@@ -60,6 +60,7 @@ cdef enum:
     MUTATION = 0x56
     DELETION = 0x57
     EXPIRATION = 0x58
+    FLUSH = 0x59
     MAX_KEY = 250
 
 cdef uint64_t MAX_SEQNO = packets.MAX_SEQNO
@@ -91,9 +92,9 @@ cdef int numbers(object slots, Py_buffer *view, int flags) except -1:
 # ── From a socket ─────────────────────────────────────────────────────────────────────────────────
 
 cdef Py_ssize_t packet(
-    const uint8_t *data, Py_ssize_t at, Py_ssize_t end, Py_ssize_t limit, int *opcode
+    const uint8_t *data, Py_ssize_t at, Py_ssize_t end, Py_ssize_t limit, bint dcp, int *opcode
 ) except -1:
-    """Where the packet at `at` ends, or 0 if it is not whole; its opcode, or -1 if it is not a change."""
+    """Where the packet at `at` ends, or 0 if it is not whole; UPR's opcode, or -1 if it is not a change."""
     cdef const uint8_t *p = data + at
     cdef Py_ssize_t total
     cdef int key, extras
@@ -103,20 +104,22 @@ cdef Py_ssize_t packet(
         raise packets.bad_magic(p[0], at)
     if end - at < 24:
         return 0
-    key, extras, total, opcode[0] = get16(p + 2), p[4], get32(p + 8), p[1]
+    key, extras, total, opcode[0] = get16(p + 2), p[4], get32(p + 8), p[1] - dcp
     if extras + key > total:
         raise packets.bad_length(extras, key, total, at)
     if total > limit:
         raise packets.too_large(total, limit, at)
-    if p[0] == REQUEST and MUTATION <= p[1] <= EXPIRATION:
-        if extras != 28 if p[1] == MUTATION else (extras != 16 or total != 16 + key):
-            raise packets.bad_change(p[1], extras, key, total, at)
-    else:
+    if p[0] != REQUEST or opcode[0] < MUTATION or opcode[0] > EXPIRATION:
         opcode[0] = -1
+    elif dcp:
+        if extras != 31 if opcode[0] == MUTATION else (extras != 18 and extras != (21 if opcode[0] == DELETION else 20)):
+            raise packets.bad_change(p[1], extras, key, total, at)
+    elif extras != 28 if p[1] == MUTATION else (extras != 16 or total != 16 + key):
+        raise packets.bad_change(p[1], extras, key, total, at)
     return at + 24 + total if total <= end - at - 24 else 0
 
 
-def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY):
+def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY, *, bint dcp=False):
     cdef Py_buffer view, slots
     cdef const uint8_t *base
     cdef uint64_t *last
@@ -132,7 +135,7 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY):
             base, last, count = <const uint8_t *> view.buf, <uint64_t *> slots.buf, slots.len // 8
             at = start
             while True:
-                past = packet(base, at, view.len, max_body, &opcode)
+                past = packet(base, at, view.len, max_body, dcp, &opcode)
                 if past == 0:
                     break
                 if opcode < 0:
@@ -150,12 +153,60 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY):
     return at, changes, others
 
 
+def records(data, Py_ssize_t start, Py_ssize_t end, *, bint dcp=False):
+    cdef Py_buffer view
+    cdef const uint8_t *base
+    cdef const uint8_t *key
+    cdef uint8_t *to
+    cdef Py_ssize_t at = start, past, klen, body
+    cdef int opcode = 0, extras
+    cdef list found = []
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        within(start, end, view.len)
+        base = <const uint8_t *> view.buf
+        while True:
+            past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
+            if past == 0:
+                break
+            if opcode < 0:
+                at = past
+                continue
+            klen = get16(base + at + 2)
+            key = base + at + 24 + base[at + 4]
+            extras = 28 if opcode == MUTATION else 16
+            body = base + past - key  # key and value
+            if dcp:
+                body = body - get16(base + at + 52) if opcode == MUTATION else klen
+                if body < klen:
+                    raise packets.truncated(at)
+            record = PyBytes_FromStringAndSize(NULL, 24 + extras + body)
+            to = fresh(record)
+            memcpy(to, base + at, 24 + extras)
+            put32(to + 12, 0)
+            if dcp:
+                to[1], to[4] = opcode, extras
+                put32(to + 8, extras + body)
+                if opcode != MUTATION:
+                    to[5] = 0
+            memcpy(to + 24 + extras, key, body)
+            found.append(record)
+            at = past
+        if at != end:
+            raise packets.truncated(at)
+    finally:
+        PyBuffer_Release(&view)
+    return found
+
+
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
 
-def join(list records not None, opaque):
+def join(list records not None, opaque, *, bint dcp=False):
     cdef uint32_t number = packets.fits_opaque(opaque)
-    cdef Py_ssize_t i, length, total = 0, count = PyList_GET_SIZE(records)
+    cdef Py_ssize_t i, length, body, total = 0, count = PyList_GET_SIZE(records)
+    cdef const uint8_t *p
     cdef uint8_t *to
+    cdef int more = 0
     for i in range(count):
         record = <object> PyList_GET_ITEM(records, i)
         if not PyBytes_Check(record):
@@ -164,6 +215,15 @@ def join(list records not None, opaque):
         if length < 24:
             raise packets.short(length)
         total += length
+    if dcp:
+        for i in range(count):
+            record = <object> PyList_GET_ITEM(records, i)
+            p = chars(record)
+            if p[1] < MUTATION or p[1] > FLUSH:
+                raise packets.not_a_change(p[1])
+            if PyBytes_GET_SIZE(record) < 24 + p[4]:
+                raise packets.short(PyBytes_GET_SIZE(record))
+            total += longer(p[1])
     joined = PyBytes_FromStringAndSize(NULL, total)
     to = fresh(joined)
     for i in range(count):
@@ -171,11 +231,25 @@ def join(list records not None, opaque):
             fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + 8) + 32))
             fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + 8) + 96))
         record = <object> PyList_GET_ITEM(records, i)
-        length = PyBytes_GET_SIZE(record)
-        memcpy(to, chars(record), length)
+        p, length = chars(record), PyBytes_GET_SIZE(record)
+        if dcp:
+            more, body = longer(p[1]), 24 + p[4]
+            memcpy(to, p, body)
+            memset(to + body, 0, more)
+            memcpy(to + body + more, p + body, length - body)
+            to[0], to[1], to[4] = REQUEST, p[1] + 1, p[4] + more
+            length += more
+            put32(to + 8, length - 24)
+        else:
+            memcpy(to, p, length)
         put32(to + 12, number)
         to += length
     return joined
+
+
+cdef inline int longer(int opcode) noexcept:
+    """How many bytes of extras DCP adds to a record."""
+    return 3 if opcode == MUTATION else 0 if opcode == FLUSH else 2
 
 
 def retarget(buffer, Py_ssize_t start, Py_ssize_t end, opaque):

@@ -39,6 +39,9 @@ MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
 GET, GETQ, GETK, GETKQ = 0x00, 0x09, 0x0C, 0x0D
 SET, SETQ, DELETE, DELETEQ, NOOP = 0x01, 0x11, 0x04, 0x14, 0x0A
 NOT_FOUND = b"Not found"
+# DCP gave changes the next numbers and longer extras, for metadata or the time of a deletion. The value of a
+# mutation ends with the metadata, as many bytes as the extras say at offset 52 of the packet.
+DCP_EXTRAS = {MUTATION: (31,), DELETION: (18, 21), EXPIRATION: (18, 20)}
 OPERATIONS = ("mutation", "deletion", "expiration")
 
 HEAD = Struct(">BBHBBHI4sQ")  # the whole header; the opaque as bytes, to be echoed
@@ -106,6 +109,10 @@ def bad_magic(byte: int, at: int) -> BadMagic:
 
 def bad_length(extras: int, key: int, total: int, at: int) -> BadLength:
     return BadLength(f"extras of {extras} and a key of {key} exceed a body of {total}", at=at)
+
+
+def not_a_change(opcode: int) -> ValueError:
+    return ValueError(f"only changes and FLUSH can be said in DCP, not {opcode:#x}")
 
 
 def bad_change(opcode: int, extras: int, key: int, total: int, at: int) -> BadLength:

@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from upper.kernel.packets import (
     CHANGE,
+    DCP_EXTRAS,
     DELETION,
     EXPIRATION,
+    FLUSH,
+    HEAD,
     MAX_BODY,
     MAX_CAS,
     MAX_RANGE,
@@ -36,6 +39,7 @@ from upper.kernel.packets import (
     fits_opaque,
     flat,
     no_branch,
+    not_a_change,
     numbers,
     short,
     solid,
@@ -54,8 +58,10 @@ NAME: Final = "plain"
 # ── From a socket ─────────────────────────────────────────────────────────────────────────────────
 
 
-def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Each whole packet as (offset, end, opcode or -1 for what is no change, key length, opaque)."""
+def _packets(
+    data: Buffer, start: int, end: int, limit: int, dcp: bool = False
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Each whole packet as (offset, end, UPR's opcode or -1 for what is no change, key length, opaque)."""
     at = start
     shape = SHAPE.unpack_from
     while at + 24 <= end:
@@ -66,11 +72,14 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
             raise bad_length(extras, key, total, at)
         if total > limit:
             raise too_large(total, limit, at)
-        if magic == REQUEST and MUTATION <= opcode <= EXPIRATION:
-            if extras != 28 if opcode == MUTATION else (extras != 16 or total != 16 + key):
-                raise bad_change(opcode, extras, key, total, at)
-        else:
+        opcode -= dcp
+        if magic != REQUEST or not MUTATION <= opcode <= EXPIRATION:
             opcode = -1
+        elif dcp:
+            if extras not in DCP_EXTRAS[opcode]:
+                raise bad_change(opcode + 1, extras, key, total, at)
+        elif extras != 28 if opcode == MUTATION else (extras != 16 or total != 16 + key):
+            raise bad_change(opcode, extras, key, total, at)
         past = at + 24 + total
         if past > end:
             return
@@ -81,7 +90,7 @@ def _packets(data: Buffer, start: int, end: int, limit: int) -> Iterator[tuple[i
 
 
 def scan(
-    data: Buffer, start: int, seqnos: array[int], max_body: int = MAX_BODY
+    data: Buffer, start: int, seqnos: array[int], max_body: int = MAX_BODY, *, dcp: bool = False
 ) -> tuple[int, int, list[int]]:
     """The whole packets of `data` from `start`: where they end, how many are changes, where the others are.
 
@@ -89,13 +98,15 @@ def scan(
     seqno; an opaque beyond the array is left alone. The first packet that breaks the rules raises
     BadMagic, BadLength or TooLarge as soon as its header is there; `at` of the error is the packet's
     offset, so what came before it is whole and can be scanned again by itself.
+
+    `dcp`, here and below: the packets are DCP's instead of UPR's.
     """
     data = flat(data)
     within(start, len(data), len(data))
     numbers(seqnos)
     end, changes, slots = start, 0, len(seqnos)
     others: list[int] = []
-    for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body):
+    for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body, dcp):
         end = past
         if opcode < 0:
             others.append(at)
@@ -106,20 +117,60 @@ def scan(
     return end, changes, others
 
 
+def records(data: Buffer, start: int, end: int, *, dcp: bool = False) -> list[bytes]:
+    """The changes between `start` and `end`, whole packets, as records; other packets are left out."""
+    data = solid(data)
+    within(start, end, len(data))
+    found: list[bytes] = []
+    for at, past, opcode, klen, _ in _whole(data, start, end, dcp):
+        if not dcp:
+            found.append(b"".join((data[at : at + 12], b"\0\0\0\0", data[at + 16 : past])))
+            continue
+        key = at + 24 + data[at + 4]
+        kind, extras, body = 0, 16, 16 + klen
+        if opcode == MUTATION:
+            kind, extras, past = data[at + 5], 28, past - (data[at + 52] << 8 | data[at + 53])
+            if past < key + klen:
+                raise truncated(at)
+            body = 28 + past - key
+        else:
+            past = key + klen  # a deletion may bring what it left behind; records have no place for it
+        head = HEAD.pack(
+            REQUEST, opcode, klen, extras, kind, data[at + 6] << 8 | data[at + 7], body, b"\0\0\0\0", 0
+        )
+        found.append(b"".join((head[:16], data[at + 16 : at + 24 + extras], data[key:past])))
+    return found
+
+
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
 
 
-def join(records: list[bytes], opaque: int) -> bytes:
+def join(records: list[bytes], opaque: int, *, dcp: bool = False) -> bytes:
     """The records one after the other, each with this opaque: what a stream sends."""
     number = U32.pack(fits_opaque(opaque))
     for record in records:
         check_record(record)
+    if dcp:
+        return b"".join([_in_dcp(record, number) for record in records])
     joined = bytearray().join(records)
     at = 12
     for length in map(len, records):
         joined[at : at + 4] = number
         at += length
     return bytes(joined)
+
+
+def _in_dcp(record: bytes, number: bytes) -> bytes:
+    """One record as DCP says it: the next opcode, and extras that speak of no metadata."""
+    opcode = record[1]
+    if not MUTATION <= opcode <= FLUSH:
+        raise not_a_change(opcode)
+    more, body = {MUTATION: 3, FLUSH: 0}.get(opcode, 2), 24 + record[4]
+    if len(record) < body:
+        raise short(len(record))
+    head = (b"\x80", bytes((opcode + 1,)), record[2:4], bytes((record[4] + more & 0xFF,)), record[5:8])
+    total = U32.pack(len(record) - 24 + more)
+    return b"".join((*head, total, number, record[16:body], bytes(more), record[body:]))
 
 
 def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
@@ -326,9 +377,9 @@ def to_arrow(data: Buffer, start: int, end: int, branches: array[int]) -> pyarro
     return arrow.batch(*columns(data, start, end, branches)) if gathered is None else gathered
 
 
-def _whole(data: Buffer, start: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _whole(data: Buffer, start: int, end: int, dcp: bool = False) -> Iterator[tuple[int, int, int, int, int]]:
     past = start
-    for packet in _packets(data, start, end, MAX_RANGE):
+    for packet in _packets(data, start, end, MAX_RANGE, dcp):
         past = packet[1]
         if packet[2] >= 0:
             yield packet
