@@ -1,7 +1,7 @@
 """Record a history branch by hand, as a failover would: for drills.
 
 With --to the partition first goes back to the newest point at or below that seqno that storage can rebuild,
-as after a failover to a replica that lagged behind. Changes past it are gone; consumers are told to roll back.
+as after a failover to a replica that lagged behind. Changes past it are gone; consumers must roll back.
 """
 
 from __future__ import annotations

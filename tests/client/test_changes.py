@@ -1,0 +1,314 @@
+"""Following a real node: where it begins, where it ends, what it shows, and what survives."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import upper
+from tests.nodes import Node
+from upper.client.bucket import Bucket
+from upper.client.feed import Feed
+from upper.errors import BadCheckpoint, InvalidArguments, RollbackRequired
+from upper.kernel.arrow import schema
+from upper.model.values import Partition, Position, Seqno
+
+
+def rows(feed: Feed[pa.RecordBatch]) -> list[dict[str, Any]]:
+    batches = list(feed)
+    assert all(batch.schema == schema() for batch in batches)
+    return [row for batch in batches for row in batch.to_pylist()]
+
+
+def consistent(bucket: Bucket, feed: Feed[Any]) -> bool:
+    """Whether the feed stands where the bucket stands."""
+    highs = bucket.seqnos()
+    return {p: position.seqno for p, position in feed.positions.items()} == highs
+
+
+def test_everything_that_is_there_and_then_it_ends(bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", f"v{n}") for n in range(500))
+    bucket.delete_many([f"k{n}" for n in range(100)])
+    with bucket.changes(until="now") as feed:
+        seen = Counter(event.operation for event in feed)
+    assert seen == {"mutation": 400, "deletion": 100, "snapshot_end": 16}
+    assert consistent(bucket, feed)
+
+
+def test_columns_show_what_events_show(bucket: Bucket) -> None:
+    bucket.set_many(((f"k{n}", f"v{n}") for n in range(300)), flags=5, expiry=1000)
+    bucket.delete_many([f"k{n}" for n in range(50)])
+    events = [e for e in bucket.changes(until="now") if e.operation != "snapshot_end"]
+    feed = bucket.changes_arrow(until="now")
+    found = rows(feed)
+    key = lambda row: (row["partition"], row["seqno"])  # noqa: E731
+    expected = [
+        {
+            "partition": e.partition,
+            "seqno": e.seqno,
+            "branch": e.branch,
+            "operation": e.operation,
+            "key": e.key,  # type: ignore[union-attr]
+            "value": getattr(e, "value", None),
+            "revision": e.revision,  # type: ignore[union-attr]
+            "cas": e.cas,  # type: ignore[union-attr]
+            "flags": getattr(e, "flags", 0),
+            "expiration": getattr(e, "expiration", 0),
+            "lock_time": 0,
+        }
+        for e in events
+    ]
+    for row in found:
+        assert row.pop("changed_at") is not None
+    assert sorted(found, key=key) == sorted(expected, key=key)
+    assert consistent(bucket, feed)
+
+
+def test_from_now_shows_only_what_comes(bucket: Bucket) -> None:
+    bucket.set("before", "x")
+    with bucket.changes(since="now") as feed:
+        bucket.set("after", "y")
+        event = next(feed)
+    assert isinstance(event, upper.Mutation)
+    assert event.key == b"after"
+
+
+def test_from_now_until_now_is_nothing(bucket: Bucket) -> None:
+    bucket.set("a", "x")
+    assert list(bucket.changes(since="now", until="now")) == []
+
+
+def test_it_does_not_end_because_it_is_quiet(bucket: Bucket) -> None:
+    until = bucket.seqnos()
+    partition = bucket.partition_of("late")
+    until[partition] = Seqno(until[partition] + 1)
+    seen: list[str] = []
+    with bucket.changes(since="now", until=until) as feed:
+
+        def follow() -> None:
+            seen.extend(event.operation for event in feed)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        bucket.set("late", "x")
+        thread.join(10)
+        assert not thread.is_alive()
+    assert seen == ["mutation", "snapshot_end"]
+
+
+def test_positions_are_taken_up_where_they_were_left(bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", "1") for n in range(200))
+    first = bucket.changes_arrow(until="now")
+    assert len(rows(first)) == 200
+    saved = json.loads(json.dumps(first.positions.to_json()))
+    bucket.set_many((f"k{n}", "2") for n in range(50))
+    second = bucket.changes_arrow(since=upper.Positions.from_json(saved), until="now")
+    assert len(rows(second)) == 50
+    assert consistent(bucket, second)
+    plain: dict[Partition, Position] = dict(first.positions)
+    assert len(rows(bucket.changes_arrow(since=plain, until="now"))) == 50
+
+
+def test_a_checkpoint_is_loaded_and_saved(bucket: Bucket, tmp_path: Path) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    bucket.set_many((f"k{n}", "1") for n in range(100))
+    for feed in (bucket.changes, bucket.changes_arrow):
+        list(feed(since=checkpoint, until="now"))
+        assert [e for e in feed(since=checkpoint, until="now")] == []  # noqa: C416
+        bucket.set("k1", "2")
+    assert sum(event.operation == "mutation" for event in bucket.changes(since=checkpoint, until="now")) == 1
+
+
+def test_what_was_not_acknowledged_comes_again(bucket: Bucket, tmp_path: Path) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    bucket.set("a", "1")
+    with bucket.changes(since=checkpoint, partitions=[bucket.partition_of("a")]) as feed:
+        assert next(feed).operation == "mutation"
+        assert next(feed).operation == "snapshot_end"
+        # Left here: whoever does not ask on is not through with the last one.
+    assert checkpoint.load() is None
+    with bucket.changes(since=checkpoint, partitions=[bucket.partition_of("a")]) as feed:
+        assert [next(feed).operation for _ in range(2)] == ["mutation", "snapshot_end"]
+        feed.commit()
+    saved = checkpoint.load()
+    assert saved is not None
+    assert saved[bucket.partition_of("a")].seqno == bucket.seqnos()[bucket.partition_of("a")]
+
+
+def test_in_manual_mode_only_the_application_acknowledges(bucket: Bucket, tmp_path: Path) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    bucket.set_many((f"k{n}", "1") for n in range(100))
+    assert len(list(bucket.changes(since=checkpoint, until="now", acknowledge="manual"))) > 100
+    assert checkpoint.load() is None
+    with bucket.changes(since=checkpoint, until="now", acknowledge="manual") as feed:
+        for event in feed:
+            if event.partition == 3 and event.operation == "snapshot_end":
+                feed.acknowledge()
+                break
+    saved = checkpoint.load()
+    assert saved is not None
+    assert saved[Partition(3)].seqno == bucket.seqnos()[Partition(3)]
+
+
+def test_a_checkpoint_of_something_else_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+    other = upper.Checkpoint(tmp_path / "other.json")
+    other.save(upper.Positions({}, bucket="carts"))
+    with pytest.raises(BadCheckpoint, match="'carts'"):
+        bucket.changes(since=other)
+    other.save(upper.Positions({}, bucket="default", of=1024))
+    with pytest.raises(BadCheckpoint, match="1024 partitions"):
+        bucket.changes(since=other)
+
+
+def test_less_than_everything_is_less_and_still_moves_on(bucket: Bucket) -> None:
+    bucket.set_many((f"a{n}", "long" * 100) for n in range(100))
+    bucket.set_many((f"b{n}", "long" * 100) for n in range(100))
+    bucket.delete_many(f"a{n}" for n in range(10))
+    feed = bucket.changes(until="now", key_prefix="a", keys_only=True, operations=["mutation"])
+    seen = [event for event in feed if isinstance(event, upper.Mutation)]
+    assert len(seen) == 90
+    assert {event.key[:1] for event in seen} == {b"a"}
+    assert {event.value for event in seen} == {b""}
+    assert consistent(bucket, feed)
+    some = rows(bucket.changes_arrow(until="now", partitions=[3, 5]))
+    assert {row["partition"] for row in some} == {3, 5}
+
+
+def test_nonsense_is_refused_with_a_sentence(bucket: Bucket) -> None:
+    for wanted, sentence in (
+        ({"partitions": [16]}, "0 to 15"),
+        ({"partitions": []}, "at least one"),
+        ({"operations": ["write"]}, "mutation, deletion, expiration"),
+        ({"since": "tomorrow"}, "'beginning', 'now'"),
+        ({"until": "tomorrow"}, "None, 'now'"),
+        ({"until": {Partition(0): Seqno(1)}}, "partition 1"),
+    ):
+        with pytest.raises(InvalidArguments, match=sentence):
+            bucket.changes(**wanted)
+
+
+def test_a_flush_is_seen_live_and_is_a_row(bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", "1") for n in range(200))
+    until = {p: Seqno(s + 1) for p, s in bucket.seqnos().items()}
+    events, columns = bucket.changes(until=until), bucket.changes_arrow(until=until)
+    seen: dict[str, Counter[str]] = {}
+
+    def follow() -> None:
+        seen["events"] = Counter(event.operation for event in events)
+
+    first = next(columns)
+    thread = threading.Thread(target=follow)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while (
+        sum(position.seqno > 0 for position in events.positions.values()) < 16 and time.monotonic() < deadline
+    ):
+        time.sleep(0.01)
+    got = first.num_rows
+    while got < 200:
+        got += next(columns).num_rows
+    bucket.flush()
+    thread.join(20)
+    operations = Counter(row["operation"] for row in rows(columns))
+    assert seen["events"]["flush"] == 16
+    assert operations == {"flush": 16}
+    assert consistent(bucket, columns)
+
+
+def test_a_rollback_is_an_event_before_anything_of_the_new_branch(node: Node) -> None:
+    with upper.connect(node.url) as bucket:
+        key = next(f"k{n}" for n in range(100) if bucket.partition_of(f"k{n}") == 2)
+        for n in range(5):
+            bucket.set(key, str(n))
+        done = bucket.changes(until="now")
+        list(done)
+        positions = done.positions
+        bucket.promote(2, to=0)
+        bucket.set(key, "new")
+        with pytest.raises(RollbackRequired, match="partition 2 must go back to seqno 0"):
+            list(bucket.changes(since=positions, until="now"))
+        again = list(bucket.changes(since=positions, until="now", on_rollback="continue"))
+        rollback, mutation, end = again
+        assert isinstance(rollback, upper.Rollback)
+        assert (rollback.to, rollback.lost) == (0, (0, 5))
+        assert isinstance(mutation, upper.Mutation)
+        assert rollback.branch == mutation.branch == bucket.failover_log(2).branch
+        assert isinstance(end, upper.SnapshotEnd)
+        gone: list[upper.Rollback] = []
+        found = rows(bucket.changes_arrow(since=positions, until="now", on_rollback=gone.append))
+        assert [row["operation"] for row in found] == ["rollback", "mutation"]
+        assert found[0]["seqno"] == 0
+        assert found[0]["branch"] == bucket.failover_log(2).branch
+        assert gone == [rollback]
+
+
+def test_a_follower_goes_on_when_the_node_restarts(node: Node) -> None:
+    seen: set[bytes] = set()
+    with upper.connect(node.url) as bucket, bucket.changes() as feed:
+
+        def follow() -> None:
+            for event in feed:
+                if isinstance(event, upper.Mutation):
+                    seen.add(event.key)
+                    if len(seen) == 201:
+                        return
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        bucket.set_many((f"a{n}", "x") for n in range(100))
+        node.kill()
+        node.restart()
+        bucket.set_many((f"b{n}", "x") for n in range(100))
+        node.stop()
+        node.restart()
+        bucket.set("last", "x")
+        thread.join(30)
+        assert not thread.is_alive()
+        assert feed.reconnects >= 1
+
+
+def test_the_first_draft_is_followed_too(shared_node: Node, bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", f"v{n}") for n in range(100))
+    bucket.delete("k5")
+    with upper.connect(shared_node.url.replace("upr:", "upr0:")) as old:
+        events = Counter(event.operation for event in old.changes(until="now"))
+        feed = old.changes_arrow(until="now")
+        assert len(rows(feed)) == 100
+        assert consistent(old, feed)
+        bucket.set("k6", "new")
+        assert len(rows(old.changes_arrow(since=feed.positions, until="now"))) == 1
+        with pytest.raises(InvalidArguments, match="upr0"):
+            old.changes(keys_only=True)
+    assert events == {"mutation": 99, "deletion": 1, "snapshot_end": 16}
+
+
+def test_under_constant_writing_whole_snapshots_end_at_a_consistent_point(bucket: Bucket) -> None:
+    stop = threading.Event()
+
+    def write() -> None:
+        n = 0
+        while not stop.is_set():
+            bucket.set_many((f"k{n % 50}", str(n)) for n in range(n, n + 50))
+            n += 50
+
+    bucket.set_many((f"k{n}", "0") for n in range(50))
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(5):
+            until = bucket.seqnos()
+            feed = bucket.changes_arrow(until=until, whole_snapshots=True)
+            list(feed)
+            assert all(feed.positions[p].seqno >= until[p] for p in until)
+    finally:
+        stop.set()
+        thread.join()
