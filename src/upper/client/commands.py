@@ -18,10 +18,10 @@ from upper.client.backoff import Backoff, BackoffSettings
 from upper.client.link import Answer, refusal
 from upper.client.routes import Routes
 from upper.client.url import Address, Node
-from upper.errors import KeyNotFound, RemoteProtocolError, TimedOut, Unreachable
+from upper.errors import KeyNotFound, RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno, Version
 from upper.wire.codes import Opcode, Status
-from upper.wire.packet import REQUEST, pack
+from upper.wire.packet import MAX_VALUE, REQUEST, pack
 
 T = TypeVar("T")
 Text: TypeAlias = str | bytes
@@ -239,12 +239,12 @@ class Commands:
         extras = struct.pack(">II", flags, expiry)
         again = opcode == Opcode.SET and not cas
         return _stored(
-            (yield from self.one(key, opcode, again=again, extras=extras, value=as_bytes(value), cas=cas))
+            (yield from self.one(key, opcode, again=again, extras=extras, value=as_value(value), cas=cas))
         )
 
     def extend(self, opcode: Opcode, key: Text, value: Text, *, cas: int = 0) -> Call[Stored]:
         """APPEND and PREPEND."""
-        return _stored((yield from self.one(key, opcode, again=False, value=as_bytes(value), cas=cas)))
+        return _stored((yield from self.one(key, opcode, again=False, value=as_value(value), cas=cas)))
 
     def delete(self, key: Text, *, cas: int = 0) -> Call[Stored]:
         return _stored((yield from self.one(key, Opcode.DELETE, again=False, cas=cas)))
@@ -295,7 +295,7 @@ class Commands:
         mask = self.routes.partitions - 1
         requests = []
         for index, (key, value) in enumerate(items):
-            name, data = as_bytes(key), as_bytes(value)
+            name, data = as_bytes(key), as_value(value)
             partition = Partition((crc32(name) >> 16) & 0x7FFF & mask)
             size = len(name)
             head = _STORE.pack(
@@ -431,6 +431,14 @@ def parse_log(value: bytes) -> FailoverLog:
 
 def as_bytes(text: Text) -> bytes:
     return text.encode() if isinstance(text, str) else bytes(text)
+
+
+def as_value(text: Text) -> bytes:
+    """A value, if a node would take one of this size; it would close the connection on a larger one."""
+    data = as_bytes(text)
+    if len(data) > MAX_VALUE:
+        raise ValueTooLarge(f"the value has {len(data)} bytes and a node takes at most {MAX_VALUE}; split it")
+    return data
 
 
 FORCE = 0x01  # the option of with-meta writes that skips the comparison with what is there

@@ -146,14 +146,19 @@ class _Work:
     def __init__(self, line: Line, packets: bytes, count: int) -> None:
         self.line, self.out, self.missing = line, memoryview(packets), count
         self.answers: list[Answer] = []
+        self._failure: OSError | None = None
 
     def step(self) -> None:
         line = self.line
-        while self.out and (sent := line.send(self.out)):
-            self.out = self.out[sent:]
+        try:
+            while self.out and (sent := line.send(self.out)):
+                self.out = self.out[sent:]
+        except OSError as error:
+            # A node that closes says why first: what it said may still be there to read.
+            self.out, self._failure = memoryview(b""), error
         while self.missing and (data := line.receive()) is not None:
             if not data:
-                raise ConnectionResetError("the node closed the connection")
+                raise self._failure or ConnectionResetError("the node closed the connection")
             answers = line.link.receive(data)
             self.answers += answers
             self.missing -= sum(answer.final for answer in answers)
