@@ -1,0 +1,55 @@
+"""Whatever a call took, it gives back: buffers, references, memory; also when it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from types import ModuleType
+
+from tests.kernel.packets import DELETE, GET, NOOP, Clock, Store, change, numbers, packet, set_
+from upper.errors import UpperError
+
+
+def work(kernel: ModuleType) -> None:
+    records = [change(b"k%d" % n, b"v" * 50 if n % 3 else None, seqno=n + 1) for n in range(50)]
+    data = bytearray(kernel.join(records, 7))
+    broken = bytes(data) + packet(0x54)[:-1]
+    wrong = bytes(data) + b"\x00" * 30
+    traffic = b"".join(set_(b"k%d" % (n % 9), b"v") + packet(GET, key=b"k1") for n in range(50))
+    traffic += packet(DELETE, key=b"k1") + packet(NOOP) + packet(0x02, key=b"a")
+    items: dict[bytes, bytes | int] = {b"%d" % n: record for n, record in enumerate(records)}
+    kernel.scan(data, 0, numbers(0, 0))
+    kernel.run(traffic, 0, [Store()], Clock(), [], bytearray())
+    kernel.replay(data, 0, len(data), [{}], numbers(0))
+    kernel.columns(data, 0, len(data), numbers(1))
+    kernel.records(data, 0, len(data))
+    kernel.join(records, 1, dcp=True)
+    kernel.retarget(data, 0, len(data), 9)
+    kernel.after(items, 20)
+    kernel.measure(items)
+    kernel.group(records)
+    kernel.latest(records * 2)
+    for bad in (broken, wrong, bytearray(wrong)):
+        with contextlib.suppress(UpperError):
+            kernel.scan(bad, 0, numbers())
+        with contextlib.suppress(UpperError):
+            kernel.columns(bad, 0, len(bad), numbers(1))
+        with contextlib.suppress(UpperError):
+            kernel.records(bad, 0, len(bad))
+        with contextlib.suppress(AttributeError):
+            kernel.run(
+                set_(b"a", b"1") + set_(b"b", b"1", partition=1), 0, [Store(), 5], Clock(), [], bytearray()
+            )
+    data.clear()  # a buffer that was not given back would refuse this
+
+
+def test_calls_leave_no_memory_behind(kernel: ModuleType) -> None:
+    def blocks(rounds: int) -> int:
+        for _ in range(rounds):
+            work(kernel)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks(20)
+    assert blocks(200) - before < 100  # a leaked object a call would be hundreds
