@@ -18,7 +18,7 @@ KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi)
 CHECKED = $(wildcard src tests examples bench demo)
 PYTEST_ARGS ?=
 
-.PHONY: help venv kernel test quick check format clean
+.PHONY: help venv kernel test quick check bench format clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ check: $(READY) ## lint, format and strict types, over everything written in Pyt
 format: $(READY) ## rewrite the source as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+bench: $(READY) ## measure, compare, write out/bench.json (QUICK=1: under two minutes, rougher numbers)
+	$(BIN)/python -m bench $(if $(QUICK),--quick) --json out/bench.json $(GROUPS)
 
 kernel: $(READY) ## build the compiled kernel again, and fail if it cannot be built
 	UPPER_KERNEL=required $(BIN)/python setup.py --quiet build_ext --inplace
