@@ -40,6 +40,9 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "promote": ("upper.cli.promote", "record a history branch by hand, for drills"),
     "packet": ("upper.cli.packet", "take packets apart, field by field"),
     "sync": ("upper.cli.sync", "keep a lake true: Delta tables that follow a bucket"),
+    "verify": ("upper.cli.verify", "prove that a lake is what its bucket says"),
+    "lake": ("upper.cli.lake", "look at a lake, or look after it"),
+    "query": ("upper.cli.query", "ask a lake in SQL"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
 }
 

@@ -11,9 +11,11 @@ from datetime import datetime
 
 from upper.apps.lake.files import DataFile
 from upper.apps.lake.home import Lake
-from upper.apps.lake.sync import merged
+from upper.apps.lake.sync import merged, refresh
 from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.work import MergeFiles, Runner, TrimGroup
+
+__all__ = ["compact", "refresh", "trim", "vacuum"]
 
 SMALL = 32 * 1024 * 1024  # bytes; larger files are left as they are
 

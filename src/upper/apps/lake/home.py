@@ -71,12 +71,17 @@ class Lake:
         for name in (CHANGES, LATEST, LOST):
             LakeTable.create(root, name, layout)
         lake = cls(root)
-        if (lake.layout.bucket, lake.layout.partitions) != (layout.bucket, layout.partitions):
-            raise BadCheckpoint(
-                f"the lake {root} follows the bucket {lake.layout.bucket!r} with {lake.layout.partitions} "
-                f"partitions, not {layout.bucket!r} with {layout.partitions}; sync into another place"
-            )
+        lake.agrees_with(layout.bucket, layout.partitions)
         return lake
+
+    def agrees_with(self, bucket: str, partitions: int) -> None:
+        """Refuse a bucket that is not the one this lake follows: its history would replace everything."""
+        ours = self.layout
+        if (ours.bucket, ours.partitions) != (bucket, partitions):
+            raise BadCheckpoint(
+                f"the lake {self.root} follows the bucket {ours.bucket!r} with {ours.partitions} partitions, "
+                f"not {bucket!r} with {partitions}; name that one, or another lake"
+            )
 
     def repair(self) -> int:
         """Make the commit to `lost` that a crash left out; how many rows it brought.

@@ -76,38 +76,8 @@ class Sync:
         return batch
 
     def refresh(self) -> int:
-        """Bring `latest` to where `changes` stands, group by group where something changed; rows written."""
-        stand, old = self.lake.changes.stand, self.lake.latest.stand
-        back = {partition for partition in stand.rollbacks if not stand.same_history(old, partition)}
-        if stand.batch == old.batch and not back:
-            return 0
-        layout = self.lake.layout
-        changes = self.lake.changes.files()
-        groups = {file.group for file in changes if file.high[BATCH] > old.batch}
-        groups |= {layout.group_of(partition) for partition in back}
-        latest = self.lake.latest.files(groups)
-        done = merged(
-            self.runner.run(
-                [
-                    RefreshGroup(
-                        root=self.lake.root,
-                        group=group,
-                        latest=tuple(file for file in latest if file.group == group),
-                        changes=tuple(
-                            file
-                            for file in changes
-                            if file.group == group
-                            and (file.high[BATCH] > old.batch or any(map(file.may_hold, back)))
-                        ),
-                        after=old.batch,
-                        afresh=frozenset(p for p in back if layout.group_of(p) == group),
-                    )
-                    for group in sorted(groups)
-                ]
-            )
-        )
-        self.lake.commit_latest(add=done.add, remove=done.remove, stand=stand)
-        return done.rows
+        """Bring `latest` to where `changes` stands; rows written."""
+        return refresh(self.lake, self.runner)
 
     # ── The parts of a round ──────────────────────────────────────────────────────────────────────
 
@@ -189,6 +159,41 @@ class Sync:
         batch.taken_back, batch.lost = list(gone.values()), sum(file.rows for file in done.lost)
         if gone:
             self.refresh()
+
+
+def refresh(lake: Lake, runner: Runner) -> int:
+    """Bring `latest` to where `changes` stands, group by group where something changed; rows written."""
+    stand, old = lake.changes.stand, lake.latest.stand
+    back = {partition for partition in stand.rollbacks if not stand.same_history(old, partition)}
+    if stand.batch == old.batch and not back:
+        return 0
+    layout = lake.layout
+    changes = lake.changes.files()
+    groups = {file.group for file in changes if file.high[BATCH] > old.batch}
+    groups |= {layout.group_of(partition) for partition in back}
+    latest = lake.latest.files(groups)
+    done = merged(
+        runner.run(
+            [
+                RefreshGroup(
+                    root=lake.root,
+                    group=group,
+                    latest=tuple(file for file in latest if file.group == group),
+                    changes=tuple(
+                        file
+                        for file in changes
+                        if file.group == group
+                        and (file.high[BATCH] > old.batch or any(map(file.may_hold, back)))
+                    ),
+                    after=old.batch,
+                    afresh=frozenset(p for p in back if layout.group_of(p) == group),
+                )
+                for group in sorted(groups)
+            ]
+        )
+    )
+    lake.commit_latest(add=done.add, remove=done.remove, stand=stand)
+    return done.rows
 
 
 def merged(manifests: Iterable[Manifest]) -> Manifest:

@@ -1,0 +1,97 @@
+"""What a lake has to say about itself: its tables, where it stands, and what was taken back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pyarrow.compute as pc
+
+from upper.apps.lake import files
+from upper.apps.lake.home import Lake
+from upper.apps.lake.plan import behind
+from upper.apps.lake.schema import LOST
+from upper.apps.lake.tables import LakeTable
+from upper.spark.feed import Outlook
+
+
+@dataclass(frozen=True)
+class TableReport:
+    table: str
+    rows: int
+    files: int
+    bytes: int
+    commits: int  # Delta versions
+    batch: int  # the batch of `changes` that it stands at
+
+
+@dataclass(frozen=True)
+class RollbackReport:
+    """One partition went back once."""
+
+    partition: int
+    to: int
+    changes: int  # rows in `lost`
+    at: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LakeReport:
+    bucket: str
+    partitions: int
+    groups: int
+    tables: list[TableReport]
+    seqnos: int  # the sum of all positions: how many changes the bucket has had, as far as the lake knows
+    behind: int | None  # changes; None where nobody asked the bucket
+    rollbacks: int
+    trimmed: int  # partitions of `changes` that do not begin at the beginning
+    lost: list[RollbackReport] = field(default_factory=list)
+
+
+def report(lake: Lake, outlook: Outlook | None = None) -> LakeReport:
+    stand = lake.changes.stand
+    return LakeReport(
+        bucket=lake.layout.bucket,
+        partitions=lake.layout.partitions,
+        groups=lake.layout.groups,
+        tables=[_table(table) for table in (lake.changes, lake.latest, lake.lost)],
+        seqnos=sum(place.position.seqno for place in stand.places.values()),
+        behind=None if outlook is None else behind(stand, outlook),
+        rollbacks=sum(stand.rollbacks.values()),
+        trimmed=len(stand.floors),
+        lost=_lost(lake),
+    )
+
+
+def _table(table: LakeTable) -> TableReport:
+    held = table.files()
+    return TableReport(
+        table=table.name,
+        rows=sum(file.rows for file in held),
+        files=len(held),
+        bytes=sum(file.size for file in held),
+        commits=table.version,
+        batch=table.stand.batch,
+    )
+
+
+def _lost(lake: Lake) -> list[RollbackReport]:
+    rows = files.read(
+        lake.root,
+        LOST,
+        lake.lost.files(),
+        columns=("partition", "seqno", "taken_back_to", "taken_back_at", "why"),
+    )
+    keys = ["partition", "taken_back_to", "taken_back_at", "why"]
+    made = rows.group_by(keys).aggregate([("seqno", "count")])
+    made = made.take(pc.sort_indices(made, [("taken_back_at", "ascending"), ("partition", "ascending")]))
+    return [
+        RollbackReport(
+            partition=row["partition"],
+            to=row["taken_back_to"],
+            changes=row["seqno_count"],
+            at=row["taken_back_at"].isoformat(timespec="seconds"),
+            why=row["why"],
+        )
+        for row in made.to_pylist()
+    ]
