@@ -215,7 +215,7 @@ class ProducerStream:
         self._whole = bool(flags & StreamFlag.WHOLE_SNAPSHOTS)
         self._takeover = bool(flags & StreamFlag.TAKEOVER)
         self._filtered, self._exact = filtered, exact
-        self._heard = start  # newest durable seqno that we heard of
+        self._heard = start  # newest durable seqno that we heard of; never less than `sent`
         self._end = start  # where the snapshot in hand ends
         self._flush: Seqno | None = None  # the first flush that came while we were busy
         self._final: Seqno | None = None  # takeover: the seqno at which writes were closed
@@ -251,7 +251,7 @@ class ProducerStream:
 
     def committed(self, first: Seqno, last: Seqno, *, room: bool = True) -> Effects:
         """Changes `first` to `last` of this partition, all of one commit without a flush, are durable."""
-        if last <= self.sent or last <= self._heard:
+        if last <= self._heard:
             return NOTHING
         self._heard = last
         sent = self.sent
@@ -276,7 +276,7 @@ class ProducerStream:
 
     def flushed(self, seqno: Seqno, *, room: bool = True) -> Effects:
         """Everything of this partition went at this seqno, and that is durable."""
-        if seqno <= self.sent or seqno <= self._heard:
+        if seqno <= self._heard:
             return NOTHING
         self._heard = seqno
         if self.phase is not Sending.LIVE or not room:
