@@ -253,18 +253,22 @@ def test_a_rollback_is_an_event_before_anything_of_the_new_branch(node: Node) ->
 
 def test_a_follower_goes_on_when_the_node_restarts(node: Node) -> None:
     seen: set[bytes] = set()
+    half = threading.Event()
     with upper.connect(node.url) as bucket, bucket.changes() as feed:
 
         def follow() -> None:
             for event in feed:
                 if isinstance(event, upper.Mutation):
                     seen.add(event.key)
+                    if len(seen) == 100:
+                        half.set()
                     if len(seen) == 201:
                         return
 
         thread = threading.Thread(target=follow)
         thread.start()
         bucket.set_many((f"a{n}", "x") for n in range(100))
+        assert half.wait(20)
         node.kill()
         node.restart()
         bucket.set_many((f"b{n}", "x") for n in range(100))
@@ -312,3 +316,33 @@ def test_under_constant_writing_whole_snapshots_end_at_a_consistent_point(bucket
     finally:
         stop.set()
         thread.join()
+
+
+def test_the_oldest_dialect_is_followed_as_far_as_it_goes(shared_node: Node, bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", f"v{n}") for n in range(2000))
+    bucket.delete("k5")
+    with upper.connect(shared_node.url.replace("upr:", "tap:")) as old:
+        dump = list(old.changes(until="now"))
+        assert Counter(event.operation for event in dump) == {"mutation": 1999}
+        assert {(event.seqno, event.branch) for event in dump} == {(None, None)}
+        assert sum(batch.num_rows for batch in old.changes_arrow(until="now")) == 1999
+        with old.changes(since="now", name="tapper") as feed:
+            seen: list[str] = []
+
+            def follow() -> None:
+                for event in feed:
+                    seen.append(event.operation)
+                    if len(seen) == 3002:
+                        return
+
+            thread = threading.Thread(target=follow)
+            thread.start()
+            while "tapper" not in str(bucket.stats("streams")):
+                time.sleep(0.01)
+            bucket.set_many((f"n{n}", "x") for n in range(3000))  # more than goes unacknowledged
+            bucket.delete_many(["n1", "n2"])
+            thread.join(20)
+            assert not thread.is_alive()
+        assert Counter(seen)["deletion"] == 2
+        with pytest.raises(InvalidArguments, match="tap:// has no positions"):
+            old.changes(since=upper.Positions({}))

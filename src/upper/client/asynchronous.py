@@ -19,6 +19,7 @@ from upper.client.bucket import GATHER, TIMEOUT, address_of, portions
 from upper.client.bulk import Columns
 from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, as_bytes
 from upper.client.events import Event, Rollback
+from upper.client.follow import HungUp
 from upper.client.link import Answer, Link
 from upper.client.plan import Plan, Wanted, plan
 from upper.client.positions import Positions
@@ -482,7 +483,7 @@ class Feed(Generic[T]):
             await self._lost(node, error)
             return
         if not data:
-            await self._lost(node, "the node closed the connection")
+            await self._lost(node, HungUp("the node closed the connection"))
             return
         self._arrived.append((node, data))
 

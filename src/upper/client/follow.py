@@ -21,7 +21,7 @@ from upper.client.lane import Drop, Effects, Lane, Stage
 from upper.client.link import Answer, refusal
 from upper.client.routes import Routes
 from upper.client.url import Node
-from upper.errors import RemoteProtocolError, UpperError
+from upper.errors import RemoteProtocolError
 from upper.history.window import Acknowledgements
 from upper.model.messages import (
     Acknowledged,
@@ -37,7 +37,7 @@ from upper.model.messages import (
     StreamAccepted,
 )
 from upper.model.values import FailoverLog, Partition, Seqno
-from upper.wire.codes import Side, Status
+from upper.wire.codes import Status
 from upper.wire.table import Dialect
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,10 @@ class FollowSettings:
     window: int = 16 << 20  # bytes that a node may have under way, unprocessed by us
     noop: int = 60  # seconds of silence after which a node shows that it lives; twice that is death
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
+
+
+class HungUp(ConnectionError):
+    """The node closed the connection in an orderly way."""
 
 
 class Wire:
@@ -351,4 +355,4 @@ def _log(message: FailoverLogAnswer) -> FailoverLog:
         raise RemoteProtocolError(f"the failover log makes no sense: {error}") from None
 
 
-__all__ = ["FollowSettings", "Follower", "Side", "UpperError", "Wire"]
+__all__ = ["FollowSettings", "Follower", "HungUp", "Wire"]

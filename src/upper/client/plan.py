@@ -13,6 +13,7 @@ from upper.client.follow import Follower, FollowSettings
 from upper.client.lane import Lane
 from upper.client.positions import Known, Positions
 from upper.client.routes import Routes
+from upper.client.tap import TapFollower
 from upper.errors import BadCheckpoint, InvalidArguments
 from upper.model.messages import StreamFlag
 from upper.model.values import Partition, Position, Seqno
@@ -71,6 +72,8 @@ def plan(
     routes = yield from commands.patient_learn()
     partitions = _partitions(wanted, routes)
     begins = yield from _since(wanted, commands, partitions, bucket=bucket)
+    if dialect == "tap":
+        return Plan(_tap(wanted, routes, partitions, random=random), begins)
     until = yield from _until(wanted, commands, partitions)
     spoken: Dialect = {"upr": UPR, "upr0": UPR0}[dialect]
     if spoken is UPR0 and (
@@ -103,6 +106,25 @@ def plan(
         settings=wanted.settings,
     )
     return Plan(follower, begins)
+
+
+def _tap(
+    wanted: Wanted, routes: Routes, partitions: list[Partition], *, random: Callable[[], float]
+) -> Follower:
+    if wanted.has_state or isinstance(wanted.until, Mapping):
+        raise InvalidArguments("tap:// has no positions to come back to or to end at; use upr:// for them")
+    if wanted.key_prefix or wanted.operations or wanted.whole_snapshots:
+        raise InvalidArguments("tap:// has no filters and no snapshots; use upr:// for them")
+    return TapFollower(
+        [Lane(partition, Known()) for partition in partitions],
+        routes,
+        name=wanted.name or f"upper-{int(random() * 2**48):012x}",
+        only_new=wanted.since == "now",
+        dump=wanted.until == "now",
+        keys_only=wanted.keys_only,
+        random=random,
+        settings=wanted.settings,
+    )
 
 
 def _check(wanted: Wanted) -> None:
