@@ -49,6 +49,7 @@ from upper.history.trail import Trail
 from upper.model.messages import (
     Deletion,
     EndReason,
+    Expiration,
     Flush,
     Mutation,
     SeqnoAdvanced,
@@ -223,11 +224,12 @@ class World:
             return
         node.high = Seqno(node.high + 1)
         value = str(next(self._writes)).encode()
-        item: Item = (
-            Deletion(partition=P, key=key, seqno=node.high)
-            if delete
-            else Mutation(partition=P, key=key, value=value, seqno=node.high)
-        )
+        item: Item
+        if not delete:
+            item = Mutation(partition=P, key=key, value=value, seqno=node.high)
+        else:  # asked for, or because its time had come
+            gone = Deletion if node.high % 2 else Expiration
+            item = gone(partition=P, key=key, seqno=node.high)
         node.items = {**node.items, key: item}
         node.pending.append(item)
 
