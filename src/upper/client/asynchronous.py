@@ -328,12 +328,11 @@ class Bucket:
                 await self._drop(node)
                 raise
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for node, packets in batch.packets.items():
-                    group.create_task(one(node, list(packets)), name=f"ask-{node}")
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        # All of them are waited for, also when one fails: what the others answered is read off their pipes.
+        asked = (one(node, list(packets)) for node, packets in batch.packets.items())
+        for outcome in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         return results
 
     async def _drop(self, node: Node) -> None:

@@ -1,0 +1,91 @@
+"""Coming in through a guarded door: users, passwords and TLS, from the URL and from arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import upper
+import upper.aio
+from tests.nodes import Node
+from upper.errors import AuthenticationFailed, BadUrl, NotAllowed, Unreachable
+from upper.server.auth import Role, User, Users, save_users
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
+    """A node behind TLS that knows two users, and its certificate."""
+    home = tmp_path_factory.mktemp("guarded")
+    certificate, key, users = home / "cert.pem", home / "key.pem", home / "users.json"
+    subprocess.run(
+        ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"),
+        check=True, capture_output=True,
+    )  # fmt: skip
+    known = Users().with_user(User.new("boss", "p:w@d", Role.everything()))
+    save_users(users, known.with_user(User.new("reader", "r", Role.READ)))
+    options = ("--users", str(users), "--tls-cert", str(certificate), "--tls-key", str(key))
+    with Node(home / "data", *options) as node:
+        yield node, certificate
+
+
+def test_a_user_and_tls_from_the_url(guarded: tuple[Node, Path]) -> None:
+    node, certificate = guarded
+    url = f"uprs://boss:p%3Aw%40d@127.0.0.1:{node.port}/default?ca={certificate}"
+    with upper.connect(url) as bucket:
+        bucket.set_many((f"k{n}", "v" * 1000) for n in range(2000))
+        assert len(bucket.get_many(f"k{n}" for n in range(2000))) == 2000
+        assert sum(e.operation == "mutation" for e in bucket.changes(until="now")) == 2000
+        assert sum(batch.num_rows for batch in bucket.changes_arrow(until="now")) == 2000
+
+    async def main() -> None:
+        async with upper.aio.connect(url) as it:
+            assert (await it.get("k1")).value == b"v" * 1000
+            assert sum([batch.num_rows async for batch in it.changes_arrow(until="now")]) == 2000
+
+    asyncio.run(main())
+
+
+def test_a_user_and_tls_from_arguments(guarded: tuple[Node, Path]) -> None:
+    node, certificate = guarded
+    context = ssl.create_default_context(cafile=str(certificate))
+    with upper.connect(node.url, user="boss", password="p:w@d", tls=context) as bucket:
+        bucket.set("a", "1")
+
+
+def test_a_certificate_that_nobody_vouches_for_is_not_trusted(guarded: tuple[Node, Path]) -> None:
+    node, _ = guarded
+    with pytest.raises(Unreachable, match="name its authority"):
+        upper.connect(node.url, user="boss", password="p:w@d", tls=True)
+    with pytest.raises(BadUrl, match="PEM"):
+        upper.connect(node.url + "?tls=on&ca=none.pem")
+
+
+def test_wrong_and_missing_credentials_are_told_apart(guarded: tuple[Node, Path]) -> None:
+    node, certificate = guarded
+    context = ssl.create_default_context(cafile=str(certificate))
+    with pytest.raises(AuthenticationFailed, match="wrong"):
+        upper.connect(node.url, user="boss", password="wrong", tls=context)
+    with pytest.raises((AuthenticationFailed, NotAllowed)):
+        upper.connect(node.url, tls=context).get("a")
+    with upper.connect(node.url, user="reader", password="r", tls=context) as bucket:
+        bucket.get_many(["a"])
+        with pytest.raises(NotAllowed):
+            bucket.set("a", "1")
+        with pytest.raises(NotAllowed):
+            list(bucket.changes(until="now"))
+
+
+def test_without_tls_a_guarded_node_is_out_of_reach(guarded: tuple[Node, Path]) -> None:
+    node, _ = guarded
+    with pytest.raises(upper.UpperError):
+        upper.connect(node.url, timeout=3)

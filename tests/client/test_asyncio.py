@@ -1,0 +1,135 @@
+"""The same bucket for programs that do not block."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import upper
+import upper.aio
+from tests.nodes import Node
+from upper.client.bucket import Bucket
+from upper.errors import KeyNotFound, TimedOut, Unreachable
+from upper.model.values import Cas, Seqno
+
+
+def test_the_calls_are_those_of_the_blocking_bucket(shared_node: Node, bucket: Bucket) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            stored = await it.set("a", "1", flags=3)
+            assert await it.get("a") == bucket.get("a")
+            assert stored.seqno == (await it.seqnos())[it.partition_of("a")]
+            assert len(await it.set_many({f"k{n}": "v" for n in range(5000)})) == 5000
+            assert len(await it.get_many([f"k{n}" for n in range(6000)])) == 5000
+            assert await it.delete_many(["k1", "none"]) == 1
+            assert await it.incr("n", initial=1) == 1
+            assert await it.incr("n") == 2
+            with pytest.raises(KeyNotFound):
+                await it.get("none")
+            assert len(await it.failover_logs()) == it.partitions == 16
+            assert (await it.stats()).keys() == bucket.stats().keys()
+            copy = upper.Copy(key=b"c", value=b"v", revision=2, cas=Cas(1 << 20))
+            assert await it.copy_many([copy, copy]) == [True, False]
+
+    asyncio.run(main())
+
+
+def test_every_public_call_of_one_bucket_is_one_of_the_other() -> None:
+    blocking = {name for name in dir(Bucket) if not name.startswith("_")}
+    awaited = {name for name in dir(upper.aio.Bucket) if not name.startswith("_")}
+    assert blocking - awaited == set()
+
+
+def test_calls_of_many_tasks_do_not_mix(shared_node: Node, bucket: Bucket) -> None:
+    async def main() -> None:
+        bucket_ = await upper.aio.connect(shared_node.url)
+
+        async def one(number: int) -> None:
+            for n in range(20):
+                await bucket_.set(f"t{number}", f"{number}-{n}")
+                assert (await bucket_.get(f"t{number}")).value == f"{number}-{n}".encode()
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(10):
+                group.create_task(one(number))
+        await bucket_.close()
+
+    asyncio.run(main())
+
+
+def test_changes_are_followed_from_beginning_to_end(shared_node: Node, bucket: Bucket) -> None:
+    bucket.set_many((f"k{n}", "v") for n in range(300))
+
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            events = Counter([event.operation async for event in it.changes(until="now")])
+            assert events == {"mutation": 300, "snapshot_end": 16}
+            feed = it.changes_arrow(until="now")
+            assert sum([batch.num_rows async for batch in feed]) == 300
+            assert {p: at.seqno for p, at in feed.positions.items()} == await it.seqnos()
+            async with it.changes(since="now") as live:
+                first = asyncio.ensure_future(anext(live))
+                # The feed begins when it is first asked; from then on `now` is in the past.
+                done, _ = await asyncio.wait({first}, timeout=0.5)
+                assert not done
+                await it.set("new", "x")
+                event = await asyncio.wait_for(first, 10)
+                assert isinstance(event, upper.Mutation)
+                assert event.key == b"new"
+
+    asyncio.run(main())
+
+
+def test_a_rollback_may_be_awaited_and_a_checkpoint_is_kept(node: Node, tmp_path: Path) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    gone: list[upper.Rollback] = []
+
+    async def take_back(event: upper.Rollback) -> None:
+        await asyncio.sleep(0)
+        gone.append(event)
+
+    async def main() -> None:
+        async with upper.aio.connect(node.url) as it:
+            await it.set("a", "1")
+            partition = it.partition_of("a")
+            wanted: dict[str, Any] = {"since": checkpoint, "until": "now", "on_rollback": take_back}
+            assert len([event async for event in it.changes(**wanted)]) == 2
+            assert (await it.promote(partition, to=0)).seqno == 0
+            assert len([event async for event in it.changes(**wanted)]) == 1
+            assert [event.lost for event in gone] == [(Seqno(0), Seqno(1))]
+            node.kill()
+            node.restart()
+            assert [event async for event in it.changes(**wanted)] == []
+
+    asyncio.run(main())
+
+
+def test_time_runs_out_and_nobody_there_is_said(node: Node) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(node.url, timeout=0.5) as it:
+            node.stop()
+            with pytest.raises((TimedOut, Unreachable)):
+                await it.set("a", "1")
+        with pytest.raises(Unreachable, match="cannot be reached"):
+            await upper.aio.connect(node.url)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_leaves_nothing_behind_for_the_next(shared_node: Node, bucket: Bucket) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            for n in range(20):
+                task = asyncio.ensure_future(it.set_many((f"k{i}", f"{n}") for i in range(500)))
+                for _ in range(n):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await it.set("probe", str(n))
+                assert (await it.get("probe")).value == str(n).encode()
+
+    asyncio.run(main())
