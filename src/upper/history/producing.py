@@ -217,7 +217,7 @@ class ProducerStream:
         self._filtered, self._exact = filtered, exact
         self._heard = start  # newest durable seqno that we heard of; never less than `sent`
         self._end = start  # where the snapshot in hand ends
-        self._flush: Seqno | None = None  # the first flush that came while we were busy
+        self._flush: Seqno | None = None  # a flush that came while we were busy, right behind what is in hand
         self._final: Seqno | None = None  # takeover: the seqno at which writes were closed
 
     def open(self) -> Effects:
@@ -239,8 +239,6 @@ class ProducerStream:
         if end <= self.sent:
             return self._caught_up()
         self._end = end
-        if self._flush is not None and self._flush <= end:
-            self._flush = None  # the snapshot was taken after it
         if end > self.until and not self._whole and cut_is_whole:
             self._end = self.until
         if durable < self._end:
@@ -280,8 +278,8 @@ class ProducerStream:
             return NOTHING
         self._heard = seqno
         if self.phase is not Sending.LIVE or not room:
-            if self._flush is None and not (self._in_hand and seqno <= self._end):
-                self._flush = seqno
+            if seqno == max(self._end, self.sent) + 1:
+                self._flush = seqno  # right behind what is in hand: it can follow it
             if self.phase is Sending.LIVE:
                 self._move(SendCue.FULL)
                 return NOTHING
@@ -352,10 +350,6 @@ class ProducerStream:
         return self._finish(reason)
 
     # ── Steps that several cues share ─────────────────────────────────────────────────────────────
-
-    @property
-    def _in_hand(self) -> bool:
-        return self.phase is Sending.WAITING or self.phase is Sending.SENDING
 
     def _send(self) -> Send:
         if self._end > self.until and not self._whole:
