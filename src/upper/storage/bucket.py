@@ -354,17 +354,19 @@ class Bucket:
             if self.failed is not None:
                 raise self.failed
             if self._writing is None:
-                self._hand_over()
+                self._hand_over(now=True)
             if self._writing is not None:
                 self._writing.exception()  # waits
                 self._collect()
         if self.failed is not None and not self.closed:
             raise self.failed
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, now: bool = False) -> None:
         self._scheduled = False
         if self._writing is not None or not self.pending or self.failed is not None:
             return
+        if self.rewriter.stalls and not now:
+            return  # the rewriter kicks when it has made room
         handed, self.pending = self.pending, []
         reached = [
             (store, store.high, store.epoch)
@@ -374,7 +376,7 @@ class Bucket:
             store.last_batch = self.ticket
             if store.first_batch is None:
                 store.first_batch = self.ticket
-        segment_size = min(self.settings.segment_size, max(MIB // 4, self.live // 16))
+        segment_size = min(self.settings.segment_size, max(MIB // 16, self.live // 16))
         batch = _Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
         self.facts_pending = False
         self.ticket += 1
@@ -420,7 +422,7 @@ class Bucket:
             self._unweighed += outcome.size
             if self.settings.memory_quota is not None and outcome.file is not None:
                 self._move_out(outcome.batch, outcome.file, outcome.offset)
-            if self._unweighed > max(MIB, self.live // 64):
+            if self._unweighed > max(MIB // 16, self.live // 64):
                 self.weigh()
             self.rewriter.written(outcome.size)
             if self.settings.durability is Durability.DISK:
@@ -542,6 +544,7 @@ class Bucket:
         self._unweighed = 0
         self.live = sum(store.size for store in self.partitions)
         self.resident = self.live - sum(store.evicted for store in self.partitions)
+        self.rewriter.weigh()
 
     def _tick(self) -> None:
         if self.closed or self._loop is None:

@@ -30,9 +30,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("upper.storage")
 
-PACK_BYTES = 8 << 20  # partitions share a file up to this size: one sync for all of them
+PACK_BYTES = 8 << 20  # partitions share a file up to this size, so that one sync does for all of them
+PACK_SHARE = (
+    1 / 16
+)  # of the live data, as long as that is less: old and new file stand side by side for a while
 PACK_PARTITIONS = 256
-URGENT = 0.4  # so much past the mark, in multiples of the live data, the rewriter takes all of its time
+# Disk use in multiples of the live data, counting what has to be written before the journal can go:
+FIRST = 0.42  # past `compact_at`: what is in no file yet goes into one, though there is no waste yet
+URGENT = 0.4  # past it: the rewriter takes all of its time
+FULL = 0.45  # past it: batches wait while partitions are being rewritten
 
 
 class Rewriter:
@@ -44,7 +50,8 @@ class Rewriter:
         self._chosen: list[PartitionStore] = []
         self._packs: list[compact.Pack] = []
         self._closed = False
-        self._urgent = False
+        self._urgent = self._full = False
+        self._files = 0  # bytes of all partition files
         self.rewritten = 0  # bytes, since the bucket was opened
         self.runs = 0
 
@@ -73,9 +80,21 @@ class Rewriter:
 
     @property
     def disk_use(self) -> int:
-        """Bytes of all journal segments and partition files."""
-        files = {store.file for store in self._bucket.partitions if store.file is not None}
-        return sum(file.size for file in files) + self._bucket.journal.size
+        """Bytes of all journal segments and partition files, as last weighed."""
+        return self._files + self._bucket.journal.size
+
+    def weigh(self) -> None:
+        """Take stock of the partition files."""
+        stores = self._bucket.partitions
+        self._files = sum(file.size for file in {store.file for store in stores} if file is not None)
+
+    @property
+    def stalls(self) -> bool:
+        """Is there so much on disk that new batches must wait for what is being rewritten?
+
+        Never while the rewriting itself waits for a batch.
+        """
+        return self._full and bool(self._packs) and self._packs[0].batch <= self._bucket.done
 
     def written(self, size: int) -> None:
         """A batch is on disk."""
@@ -83,7 +102,19 @@ class Rewriter:
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
         if size:
+            self._measure()
             self._consider()
+
+    def _measure(self) -> bool:
+        """Is rewriting due? How urgent is it?"""
+        live, settings = self._bucket.live, self._bucket.settings
+        mark = settings.compact_at * live + settings.compact_floor
+        use = self.disk_use
+        # What is in no file yet has to be written to one before the journal can let go of it.
+        to_be = use + max(0, live - self._files)
+        self._urgent = to_be > mark + URGENT * live
+        self._full = to_be > mark + FULL * live
+        return use > mark or to_be > mark + FIRST * live
 
     def tick(self) -> None:
         """Once in a while, whether or not anything was written."""
@@ -102,10 +133,7 @@ class Rewriter:
         bucket = self._bucket
         if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
             return
-        use = self.disk_use
-        mark = bucket.settings.compact_at * bucket.live + bucket.settings.compact_floor
-        self._urgent = use > mark + URGENT * bucket.live
-        if use > mark:
+        if self._measure():
             self._choose(self._most_wasteful())
 
     def _choose(self, stores: list[PartitionStore]) -> None:
@@ -115,32 +143,40 @@ class Rewriter:
             self._launch(self._bucket.ticket - 1)
 
     def _most_wasteful(self) -> list[PartitionStore]:
-        """The partitions of the one file that is best rewritten next."""
-        bucket = self._bucket
-        waste: dict[File, int] = {}
-        for store in bucket.partitions:
-            if store.file is not None:
-                waste[store.file] = waste.get(store.file, store.file.size) - store.size
-        if bucket.journal.size < sum(waste.values()):
-            worst = max(waste, key=waste.__getitem__)
-            return [store for store in bucket.partitions if store.file is worst]
-        dirty = (store for store in bucket.partitions if store.first_batch is not None)
-        oldest = min(dirty, key=lambda store: store.first_batch or 0, default=None)
-        return [] if oldest is None else self._together_with(oldest)
+        """The partitions that are best rewritten next: of one file, or of several small ones."""
+        groups: dict[File | int, list[PartitionStore]] = {}
+        for store in self._bucket.partitions:
+            groups.setdefault(store.id if store.file is None else store.file, []).append(store)
+        waste = {
+            file: file.size - sum(store.size for store in group)
+            for file, group in groups.items()
+            if isinstance(file, File)
+        }
+        if self._bucket.journal.size < sum(waste.values()):
+            return self._enough([groups[file] for file in sorted(waste, key=lambda file: -waste[file])])
+        aged = [
+            (min(batches), group)
+            for group in groups.values()
+            if (batches := [store.first_batch for store in group if store.first_batch is not None])
+        ]
+        return self._enough([group for _, group in sorted(aged, key=lambda pair: pair[0])])
 
-    def _together_with(self, seed: PartitionStore) -> list[PartitionStore]:
-        """Whoever shares its file; for one that has none yet, others that have none, up to a pack."""
-        if seed.file is not None:
-            return [store for store in self._bucket.partitions if store.file is seed.file]
-        found: list[PartitionStore] = []
-        size = 0
-        for store in self._bucket.partitions[seed.id :]:
-            if store.file is None:
-                if found and (size + store.size > PACK_BYTES or len(found) == PACK_PARTITIONS):
-                    break
-                found.append(store)
-                size += store.size
-        return found
+    def _enough(self, groups: list[list[PartitionStore]]) -> list[PartitionStore]:
+        """The first of these groups, and as many of the next as still fit a pack."""
+        chosen: list[PartitionStore] = []
+        size, limit = 0, self._pack_limit
+        if groups and groups[0][0].file is None:
+            limit *= 4  # there is no old file that would stand beside the new one
+        for group in groups:
+            size += sum(store.size for store in group)
+            if chosen and size > limit:
+                break
+            chosen += group
+        return chosen
+
+    @property
+    def _pack_limit(self) -> int:
+        return min(PACK_BYTES, int(self._bucket.live * PACK_SHARE))
 
     def _old_deletions(self) -> list[PartitionStore]:
         """Partitions whose deletions have been kept for long enough, by when they were last looked at."""
@@ -176,9 +212,9 @@ class Rewriter:
         crowded = quota is not None and bucket.resident > 0.75 * quota
         packs: list[compact.Pack] = []
         sections: list[compact.Section] = []
-        size = 0
+        size, limit = 0, self._pack_limit
         for store in stores:
-            if sections and (size + store.size > PACK_BYTES or len(sections) == PACK_PARTITIONS):
+            if sections and (size + store.size > limit or len(sections) == PACK_PARTITIONS):
                 packs.append(self._pack(sections, batch))
                 sections, size = [], 0
             store.compacting = True
@@ -227,6 +263,7 @@ class Rewriter:
             for pack in packs:
                 self._discard(pack)
             self._packs = []
+            self._bucket.kick()
             return
         self._step(self._adopt(packs))
 
@@ -268,13 +305,14 @@ class Rewriter:
                     files.drop(old)
                 if store.epoch == section.epoch:
                     store.first_batch = None if store.last_batch <= pack.batch else pack.batch + 1
-                yield
             files.drop(file)
             files.unpin(pack.pins)
             self.rewritten += pack.size
         self.runs += 1
         self._packs = []
         self._forget()
+        self.weigh()
+        self._bucket.kick()
 
     def _forget(self) -> None:
         """Delete the segments that nothing needs any more; first say which files hold them instead."""

@@ -22,7 +22,7 @@ class StorageSettings:
     purge_age: float = 3 * 86400.0  # seconds that a deletion is remembered at least
     segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
     compact: bool = True  # rewrite partitions in the background
-    compact_at: float = 1.7  # disk use, in multiples of the live data, at which rewriting begins
+    compact_at: float = 1.6  # disk use, in multiples of the live data, at which rewriting begins
     compact_floor: int = 4 * MIB  # disk use below which nothing is rewritten
     compact_share: float = 0.3  # share of its time that the rewriter works, unless the disk fills up
     sweep_every: float = 1.0  # seconds between two looks for expired items and old deletions

@@ -1,0 +1,247 @@
+"""Compaction, purging, the memory quota and what they do to disk and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.storage.conftest import QUIET, Open, Wall
+from upper.model.values import Seqno
+from upper.storage import Bucket, PartitionStore, StorageSettings, records
+from upper.storage.check import check
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+BUSY = StorageSettings(
+    segment_size=64 << 10, compact_floor=64 << 10, compact_share=1.0, sweep_every=0.02, purge_age=10**9
+)
+
+
+def disk_use(directory: Path) -> int:
+    """Bytes in a directory that may be changing meanwhile."""
+    found = 0
+    for path in directory.rglob("*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
+
+
+def live(store: PartitionStore) -> dict[bytes, bytes]:
+    return {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
+
+
+def segments(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "journal").iterdir())
+
+
+def test_compaction_lets_the_journal_forget_and_loses_nothing(opened: Open, directory: Path) -> None:
+    bucket = opened(StorageSettings(compact=False, segment_size=1024))
+    for n in range(100):
+        bucket.partitions[n % 4].write(b"k%d" % (n % 13), b"%d" % n)
+        bucket.commit()
+    bucket.partitions[0].delete(b"k0")
+    assert len(segments(directory)) > 5
+    before = [dict(store.items) for store in bucket.partitions]
+    bucket.compact()
+    assert len(segments(directory)) == 1
+    bucket = opened()
+    assert [list(store.items.items()) for store in bucket.partitions] == [list(b.items()) for b in before]
+
+
+def test_a_partition_that_never_changed_does_not_hold_back_the_journal(opened: Open, directory: Path) -> None:
+    bucket = opened(StorageSettings(compact=False, segment_size=1024))
+    bucket.compact()
+    for n in range(100):
+        bucket.partitions[2].write(b"k", b"%d" % n)
+        bucket.commit()
+    bucket.compact([bucket.partitions[2]])
+    assert len(segments(directory)) == 1
+    assert opened().partitions[2].high == 100
+
+
+def test_small_partitions_share_a_file_and_large_ones_have_their_own(opened: Open, directory: Path) -> None:
+    bucket = opened()
+    for n in range(9):
+        bucket.partitions[0].write(b"big%d" % n, bytes(1 << 20))
+        bucket.partitions[1 + n % 3].write(b"small%d" % n, bytes(1 << 10))
+    bucket.weigh()
+    bucket.compact()
+    files = [store.file for store in bucket.partitions]
+    assert files[0] is not files[1]
+    assert files[1] is files[2] is files[3]
+    bucket.compact([bucket.partitions[1]])
+    assert bucket.partitions[1].file is not files[2]
+    bucket.compact()
+    assert len(list((directory / "partitions").iterdir())) == 2
+    assert opened().partitions[1].count == 3
+
+
+def test_old_deletions_go_and_the_purge_seqno_says_so(opened: Open, wall: Wall) -> None:
+    bucket = opened(StorageSettings(compact=False, purge_age=100))
+    store = bucket.partitions[0]
+    for n in range(4):
+        store.write(b"k%d" % n, b"v")
+    store.delete(b"k0")
+    store.delete(b"k1")
+    wall.now += 60
+    store.delete(b"k2")
+    wall.now += 60
+    bucket.compact()
+    assert (store.purged, store.tombstones, list(store.items)) == (6, 1, [b"k3", b"k2"])
+    wall.now += 600
+    bucket.compact()
+    assert (store.purged, store.tombstones) == (6, 1), "the newest change always stays"
+    again = opened().partitions[0]
+    assert (again.purged, again.high, list(again.items)) == (6, 7, [b"k3", b"k2"])
+
+
+def test_a_deletion_that_was_replaced_while_purging_stays_replaced(opened: Open, wall: Wall) -> None:
+    bucket = opened(StorageSettings(purge_age=0, sweep_every=0.01, segment_size=1024))
+    store = bucket.partitions[0]
+
+    async def purge_while_writing() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for n in range(300):
+            store.write(b"k%d" % (n % 10), b"%d" % n)
+            if n > 10:
+                store.delete(b"k%d" % ((n + 5) % 10))
+            wall.now += 1
+            await bucket.saved()
+        bucket.close()
+
+    asyncio.run(purge_while_writing())
+    again = opened(QUIET).partitions[0]
+    assert live(again) == live(store)
+    assert again.purged > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quota", [None, 200_000])
+def test_disk_use_stays_below_two_and_a_half_times_the_data(
+    directory: Path, opened: Open, quota: int | None
+) -> None:
+    """Endless overwriting, with everything verified at the end."""
+    settings = StorageSettings(
+        compact_floor=64 << 10, compact_share=1.0, sweep_every=0.02, purge_age=10**9, memory_quota=quota
+    )
+    bucket = opened(settings, partitions=64)
+    worst = 0.0
+    last: dict[bytes, bytes] = {}
+
+    async def overwrite() -> None:
+        nonlocal worst
+        bucket.attach(asyncio.get_running_loop())
+        for batch in range(800):
+            for n in range(50):
+                key = b"key%d" % ((batch * 50 + n) * 7919 % 5000)
+                last[key] = b"%04d" % batch * 200
+                bucket.partitions[int(key[3:]) % 64].write(key, last[key])
+            await bucket.saved()
+            if batch > 100:
+                data = sum(store.size for store in bucket.partitions)
+                worst = max(worst, disk_use(directory) / data)
+        bucket.close()
+
+    asyncio.run(overwrite())
+    assert bucket.rewriter.runs > 3
+    assert worst < 2.5
+    assert list(check(directory)) == []
+    again = opened(settings)
+    for key, value in last.items():
+        item = again.partitions[int(key[3:]) % 64].read(key)
+        assert item is not None
+        assert item.value == value
+
+
+# ── The memory quota ──────────────────────────────────────────────────────────────────────────────
+
+QUOTA = 100_000
+
+
+def load_four_times_the_quota(bucket: Bucket) -> dict[bytes, bytes]:
+    values = {b"key%04d" % n: b"%d" % n * 100 for n in range(1200)}
+    for n, (key, value) in enumerate(values.items()):
+        bucket.partitions[n % 4].write(key, value)
+        if n % 50 == 49:
+            bucket.commit()
+    bucket.commit()
+    assert sum(store.size for store in bucket.partitions) > 4 * QUOTA
+    return values
+
+
+def verify(bucket: Bucket, values: dict[bytes, bytes]) -> None:
+    assert sum(store.resident for store in bucket.partitions) < 1.3 * QUOTA
+    for n, (key, value) in enumerate(values.items()):
+        item = bucket.partitions[n % 4].read(key)
+        assert item is not None
+        assert item.value == value
+    for number, store in enumerate(bucket.partitions):
+        found = [records.item_of(record) for record in store.changes_after(Seqno(0)).records()]
+        assert {item.key: item.value for item in found} == dict(list(values.items())[number::4])
+        assert [item.seqno for item in found] == sorted(item.seqno for item in found)
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_four_times_the_quota_is_served_and_survives(opened: Open, compacted: bool, directory: Path) -> None:
+    settings = StorageSettings(compact=False, memory_quota=QUOTA, segment_size=32 << 10)
+    bucket = opened(settings)
+    values = load_four_times_the_quota(bucket)
+    if compacted:
+        bucket.compact()
+    verify(bucket, values)
+    bucket = opened(settings)
+    verify(bucket, values)
+    for n, key in enumerate(list(values)[:600]):
+        values[key] = b"again"
+        bucket.partitions[n % 4].write(key, b"again")
+    bucket.commit()
+    bucket.compact()
+    bucket.compact()
+    verify(bucket, values)
+    bucket.partitions[3].rollback(Seqno(0))
+    assert bucket.partitions[3].evicted == 0
+    bucket.close()
+    assert list(check(directory)) == []
+
+
+def test_a_backfill_goes_on_while_its_files_are_replaced(opened: Open) -> None:
+    bucket = opened(StorageSettings(compact=False, memory_quota=QUOTA, segment_size=16 << 10))
+    values = load_four_times_the_quota(bucket)
+    changes = bucket.partitions[0].changes_after(Seqno(0))
+    chunks = changes.chunks(1000)
+    found = next(chunks)
+    bucket.compact()
+    for n, key in enumerate(values):
+        bucket.partitions[n % 4].write(key, b"new")
+    bucket.commit()
+    bucket.compact()
+    for chunk in chunks:
+        found += chunk
+    assert [records.item_of(record).value for record in found] == list(values.values())[::4]
+
+
+def test_revisions_and_counts_go_on_over_values_that_left_memory(opened: Open) -> None:
+    bucket = opened(StorageSettings(compact=False, memory_quota=0))
+    store = bucket.partitions[0]
+    for n in range(5):
+        store.write(b"k", b"%d" % n)
+        bucket.commit()
+        assert store.resident == 0
+    store.delete(b"k")
+    bucket.commit()
+    assert (store.tombstones, store.evicted, store.high) == (1, 0, 6)
+    item = store.read_meta(b"k")
+    assert item is not None
+    assert item.revision == 6
+
+
+def test_a_value_that_left_memory_still_expires(opened: Open, wall: Wall) -> None:
+    settings = StorageSettings(compact=False, memory_quota=0)
+    bucket = opened(settings)
+    bucket.partitions[0].write(b"k", b"v", expiration=int(wall.now) + 5)
+    bucket = opened(settings)
+    assert bucket.partitions[0].resident == 0
+    wall.now += 6
+    assert bucket.sweep() == 1

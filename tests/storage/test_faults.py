@@ -1,0 +1,433 @@
+"""What is below fails: each fault has the outcome that docs/storage.md promises."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.storage.conftest import QUIET, Open
+from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError, WrongVersion
+from upper.model.values import Seqno
+from upper.storage import Bucket, Commit, Disk, Durability, StorageSettings
+from upper.storage.check import check, repair
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+
+
+class Faulty(Disk):
+    """A disk on which one kind of call goes wrong from a certain moment on."""
+
+    def __init__(
+        self, call: str = "", error: int = errno.EIO, *, times: int = 1 << 30, half: bool = False
+    ) -> None:
+        self.call, self.error, self.times, self.half = call, error, times, half
+        self.armed = False
+        self.syncs = 0
+
+    def _maybe(self, call: str) -> None:
+        if self.armed and call == self.call and self.times > 0:
+            self.times -= 1
+            raise OSError(self.error, os.strerror(self.error))
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        if self.armed and self.half and self.call == "write" and self.times > 0:
+            self.half = False
+            return super().write(fd, data[: len(data) // 2])
+        self._maybe("write")
+        return super().write(fd, data)
+
+    def fdatasync(self, fd: int) -> None:
+        self.syncs += 1
+        self._maybe("fdatasync")
+        super().fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe("rename")
+        super().rename(source, target)
+
+
+class Short(Disk):
+    """Every write takes at most seven bytes."""
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return super().write(fd, data[:7])
+
+
+def fill(bucket: Bucket, batches: int = 6) -> None:
+    for batch in range(batches):
+        for store in bucket.partitions:
+            store.write(b"k%d" % batch, b"value %d of %d" % (batch, store.id))
+        bucket.commit()
+
+
+def contents(bucket: Bucket) -> list[dict[bytes, bytes]]:
+    return [
+        {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
+        for store in bucket.partitions
+    ]
+
+
+# ── Writes that fail ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_short_writes_are_carried_on(opened: Open) -> None:
+    bucket = opened(disk=Short())
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
+def test_a_batch_that_the_disk_refused_never_happened(
+    opened: Open, directory: Path, call: str, error: int, half: bool, compacted: bool
+) -> None:
+    disk = Faulty(call, error, half=half)
+    bucket = opened(disk=disk)
+    fill(bucket)
+    if compacted:
+        bucket.compact()
+    fill(bucket, 2)
+    before, seqnos = contents(bucket), [store.high for store in bucket.partitions]
+    commits: list[Commit] = []
+    bucket.subscribe(commits.append)
+    disk.armed = True
+    bucket.partitions[0].write(b"k0", b"never")
+    bucket.partitions[1].delete(b"k1")
+    bucket.partitions[2].flush()
+    with pytest.raises(NotWritable, match="cannot be written"):
+        bucket.commit()
+    # Whoever waited was told, and memory serves what the disk has.
+    assert [type(commit.error) for commit in commits] == [NotWritable]
+    assert contents(bucket) == before
+    assert [store.high for store in bucket.partitions] == seqnos
+    assert [store.durable for store in bucket.partitions] == seqnos
+    # Reads and streams go on; writes are refused, also when the disk would work again.
+    disk.armed = False
+    assert len(bucket.partitions[0].changes_after(Seqno(0)).records()) == len(before[0])
+    refused: list[Callable[[], object]] = [
+        lambda: bucket.partitions[3].write(b"k", b"v"),
+        lambda: bucket.partitions[0].delete(b"k0"),
+        lambda: bucket.partitions[0].rollback(Seqno(1)),
+        bucket.partitions[0].flush,
+        bucket.commit,
+        bucket.compact,
+    ]
+    for refusal in refused:
+        with pytest.raises(NotWritable):
+            refusal()
+    assert bucket.table == [None] * 4
+    bucket.close()
+    assert list(check(directory)) == []
+    again = opened()
+    assert contents(again) == before
+    assert not again.opening.branched
+    fill(again)
+
+
+def test_an_fdatasync_that_failed_once_is_not_tried_again(opened: Open) -> None:
+    disk = Faulty("fdatasync", times=1)
+    bucket = opened(disk=disk)
+    fill(bucket, 1)
+    disk.armed = True
+    bucket.partitions[0].write(b"k", b"v")
+    with pytest.raises(NotWritable):
+        bucket.commit()
+    syncs = disk.syncs
+    with pytest.raises(NotWritable):
+        bucket.commit()
+    bucket.close()
+    assert disk.syncs == syncs
+
+
+def test_everybody_who_waits_hears_of_the_failure(opened: Open) -> None:
+    disk = Faulty("fdatasync")
+    bucket = opened(disk=disk)
+    fill(bucket, 1)
+    before = contents(bucket)
+    commits: list[Commit] = []
+    bucket.subscribe(commits.append)
+
+    async def two_wait() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = True
+        bucket.partitions[0].write(b"first", b"v")
+        first = bucket.saved()
+        await asyncio.sleep(0)  # the first batch is handed over; the second collects behind it
+        bucket.partitions[1].write(b"second", b"v")
+        second = bucket.saved()
+        for waiting in (first, second):
+            with pytest.raises(NotWritable):
+                await waiting
+        bucket.close()
+
+    asyncio.run(two_wait())
+    assert [len(commit.records) for commit in commits if commit.error] == [1, 1]
+    assert [commit.ticket for commit in commits] == sorted({commit.ticket for commit in commits})
+    disk.armed = False
+    assert contents(opened()) == before
+
+
+def test_with_memory_durability_memory_stays_the_truth_when_the_disk_fails(opened: Open) -> None:
+    disk = Faulty("write", errno.ENOSPC)
+    memory = StorageSettings(compact=False, durability=Durability.MEMORY)
+    bucket = opened(memory, disk=disk)
+    fill(bucket, 2)
+    disk.armed = True
+    bucket.partitions[0].write(b"only here", b"v")
+    with pytest.raises(NotWritable):
+        bucket.commit()
+    assert bucket.partitions[0].read(b"only here") is not None
+    bucket.close()
+    disk.armed = False
+    again = opened(memory, disk=disk)
+    assert again.opening.branched, "it was acknowledged, and it is gone"
+    assert again.partitions[0].read(b"only here") is None
+    assert len(again.partitions[0].log) == 2
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync", "rename"])
+def test_a_compaction_that_fails_leaves_everything_as_it_was(
+    opened: Open, directory: Path, call: str
+) -> None:
+    disk = Faulty(call, errno.ENOSPC)
+    bucket = opened(disk=disk)
+    fill(bucket)
+    before = contents(bucket)
+    disk.armed = True
+    with pytest.raises(NotWritable):
+        bucket.compact()
+    disk.armed = False
+    assert contents(bucket) == before
+    fill(bucket)
+    bucket.compact()
+    before = contents(bucket)
+    bucket.close()
+    assert list(check(directory)) == []
+    assert contents(opened()) == before
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync", "rename"])
+def test_a_rollback_that_fails_has_not_happened(opened: Open, call: str) -> None:
+    disk = Faulty(call)
+    bucket = opened(disk=disk)
+    fill(bucket)
+    before = contents(bucket)
+    disk.armed = True
+    with pytest.raises(NotWritable, match="stays at 6"):
+        bucket.partitions[0].rollback(Seqno(3))
+    assert contents(bucket) == before
+    assert contents(opened()) == before
+
+
+def test_a_directory_that_cannot_be_written_is_served_for_reading(opened: Open) -> None:
+    bucket = opened()
+    fill(bucket)
+    before = contents(bucket)
+    disk = Faulty("write", errno.EROFS)
+    disk.armed = True
+    bucket = opened(disk=disk)
+    assert contents(bucket) == before
+    with pytest.raises(NotWritable, match="Read-only file system"):
+        bucket.partitions[0].write(b"k", b"v")
+    assert contents(opened()) == before
+
+
+def test_no_bucket_is_made_on_a_full_disk(directory: Path) -> None:
+    disk = Faulty("write", errno.ENOSPC)
+    disk.armed = True
+    with pytest.raises(NotWritable, match="No space left"):
+        Bucket.open(directory, QUIET, disk=disk, partitions=4)
+    Bucket.open(directory, QUIET, partitions=4).close()
+
+
+# ── Directories that cannot be used ───────────────────────────────────────────────────────────────
+
+
+def test_a_second_opener_is_refused(opened: Open, directory: Path) -> None:
+    opened()
+    with pytest.raises(DirectoryInUse, match="another process has"):
+        Bucket.open(directory)
+
+
+def test_a_directory_of_another_version_is_refused_and_left_alone(opened: Open, directory: Path) -> None:
+    opened().close()
+    path = directory / "bucket.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    before = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    with pytest.raises(WrongVersion, match="format 2"):
+        Bucket.open(directory)
+    assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
+
+
+def test_a_bucket_keeps_its_number_of_partitions(opened: Open, directory: Path) -> None:
+    opened().close()
+    with pytest.raises(StorageError, match="has 4 partitions, not 8"):
+        Bucket.open(directory, partitions=8)
+    with pytest.raises(StorageError, match="power of two"):
+        Bucket.open(directory / "other", partitions=6)
+
+
+# ── Bytes that changed ────────────────────────────────────────────────────────────────────────────
+
+ROLLING = StorageSettings(compact=False, segment_size=1024)
+
+
+def damaged(
+    opened: Open, *, compacted: bool = False, clean: bool = True
+) -> tuple[Bucket, list[dict[bytes, bytes]]]:
+    """A bucket with several segments (and files), closed or abandoned; and what it held."""
+    bucket = opened(ROLLING)
+    fill(bucket, 30)
+    if compacted:
+        bucket.compact()
+        fill(bucket, 30)
+    before = contents(bucket)
+    if clean:
+        bucket.close()
+    else:
+        bucket.abandon()
+    return bucket, before
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+
+
+def repaired(directory: Path) -> list[str]:
+    said = [str(finding) for finding in repair(directory)]
+    assert list(check(directory)) == []
+    return said
+
+
+def test_a_flipped_byte_in_the_journal_is_refused_found_and_repaired(opened: Open, directory: Path) -> None:
+    _, before = damaged(opened)
+    segments = sorted((directory / "journal").iterdir())
+    assert len(segments) > 4
+    flip(segments[2], 700)
+    with pytest.raises(Corrupt, match=f"{segments[2].name}.*is damaged.*upper check"):
+        opened()
+    assert any(segments[2].name in str(finding) for finding in check(directory))
+    assert any("is damaged" in sentence for sentence in repaired(directory))
+    bucket = opened()
+    assert bucket.opening.branched, "acknowledged changes are gone, so consumers must hear of it"
+    for held, kept, store in zip(before, contents(bucket), bucket.partitions, strict=True):
+        assert kept.items() <= held.items()
+        assert len(kept) < len(held)
+        assert store.log.versions[0].seqno == store.high == len(kept)
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+@pytest.mark.parametrize("which", ["first", "middle", "last"])
+def test_a_missing_segment_is_refused_found_and_repaired(opened: Open, directory: Path, which: str) -> None:
+    damaged(opened, clean=False)
+    segments = sorted((directory / "journal").iterdir())
+    segments[{"first": 0, "middle": 2, "last": -1}[which]].unlink()
+    with pytest.raises(Corrupt, match="upper check"):
+        opened()
+    assert list(check(directory)) != []
+    repaired(directory)
+    bucket = opened()
+    assert bucket.opening.branched
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+def test_a_journal_that_is_gone_is_not_taken_for_a_new_bucket(opened: Open, directory: Path) -> None:
+    damaged(opened)
+    for segment in (directory / "journal").iterdir():
+        segment.unlink()
+    with pytest.raises(Corrupt, match="it is gone"):
+        opened()
+
+
+@pytest.mark.parametrize("cut", [1, 20, 33, 60])
+def test_a_torn_end_is_cut_off_and_nothing_else_happens(opened: Open, directory: Path, cut: int) -> None:
+    damaged(opened, clean=False)
+    last = max((directory / "journal").iterdir())
+    data = last.read_bytes()
+    last.write_bytes(data[:-cut])
+    assert list(check(directory)) == [], "a torn end is no fault"
+    bucket = opened(ROLLING)
+    assert bucket.opening.cut > 0
+    assert not bucket.opening.branched
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+def test_a_last_batch_that_is_wrong_may_have_been_acknowledged(opened: Open, directory: Path) -> None:
+    damaged(opened, clean=False)
+    last = max((directory / "journal").iterdir())
+    flip(last, len(last.read_bytes()) - 5)
+    bucket = opened()
+    assert bucket.opening.cut > 0
+    assert bucket.opening.branched
+
+
+def test_a_journal_cut_after_a_clean_end_is_refused(opened: Open, directory: Path) -> None:
+    damaged(opened)
+    last = max((directory / "journal").iterdir())
+    last.write_bytes(last.read_bytes()[:-30])
+    with pytest.raises(Corrupt, match="closing left it at"):
+        opened()
+    repaired(directory)
+    assert opened().opening.branched
+
+
+@pytest.mark.parametrize("how", ["flipped header", "flipped record", "truncated", "missing"])
+def test_a_damaged_partition_file_is_refused_found_and_repaired(
+    opened: Open, directory: Path, how: str
+) -> None:
+    bucket, before = damaged(opened, compacted=True)
+    branches = {store.log.branch for store in bucket.partitions}
+    (path,) = (directory / "partitions").iterdir()
+    match how:
+        case "flipped header":
+            flip(path, 20)
+        case "flipped record":
+            flip(path, path.stat().st_size - 10)
+        case "truncated":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        case "missing":
+            path.unlink()
+    with pytest.raises(Corrupt, match="upper check"):
+        opened()
+    assert list(check(directory)) != []
+    assert any("lost" in sentence for sentence in repaired(directory))
+    bucket = opened()
+    assert bucket.opening.branched
+    for held, kept, store in zip(before, contents(bucket), bucket.partitions, strict=True):
+        assert kept.items() <= held.items()
+        if len(kept) < len(held):
+            assert not branches & {version.branch for version in store.log}, "nobody may go on from here"
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+def test_repairing_what_is_sound_changes_nothing(opened: Open, directory: Path) -> None:
+    _, before = damaged(opened, compacted=True)
+    files = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+    assert list(repair(directory)) == []
+    assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == files
+    assert contents(opened()) == before
+
+
+def test_leftovers_of_a_crashed_compaction_are_deleted(opened: Open, directory: Path) -> None:
+    damaged(opened, compacted=True)
+    (directory / "partitions" / "00000099.part.new").write_bytes(b"half a file")
+    opened()
+    assert len(list((directory / "partitions").iterdir())) == 1

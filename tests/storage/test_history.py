@@ -1,0 +1,235 @@
+"""Branches, snapshots and rollback of a partition, over restarts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.storage.conftest import QUIET, Open
+from upper.errors import LocalProtocolError
+from upper.model.values import BranchId, FailoverLog, Position, Seqno, Snapshot, State, Version
+from upper.storage import Bucket, Durability, PartitionStore, StorageSettings, records
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+MEMORY = StorageSettings(compact=False, durability=Durability.MEMORY)
+
+
+def change(seqno: int, key: bytes = b"k", value: bytes = b"v") -> bytes:
+    return records.mutation(0, key, value, seqno=seqno, revision=1, cas=seqno)
+
+
+def replica(bucket: Bucket) -> PartitionStore:
+    store = bucket.partitions[0]
+    store.set_state(State.REPLICA)
+    return store
+
+
+def test_a_partition_is_made_with_one_branch_of_its_own(opened: Open) -> None:
+    stores = opened().partitions
+    assert {len(store.log) for store in stores} == {1}
+    assert len({store.log.branch for store in stores}) == 4
+    assert {store.log.versions[0].seqno for store in stores} == {0}
+    assert {store.state for store in stores} == {State.ACTIVE}
+
+
+def test_a_clean_restart_changes_nothing_about_history(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[1]
+    store.write(b"k", b"v")
+    store.set_state(State.PENDING)
+    logs = [store.log for store in bucket.partitions]
+    bucket = opened()
+    assert [store.log for store in bucket.partitions] == logs
+    assert bucket.partitions[1].state is State.PENDING
+    assert bucket.table[1] is None
+    assert bucket.table[0] is bucket.partitions[0]
+
+
+@pytest.mark.parametrize("settings", [QUIET, MEMORY], ids=["disk", "memory"])
+def test_an_unclean_end_branches_exactly_when_something_acknowledged_may_be_gone(
+    opened: Open, settings: StorageSettings
+) -> None:
+    bucket = opened(settings)
+    bucket.partitions[0].write(b"k", b"v")
+    bucket.partitions[2].set_state(State.REPLICA)
+    bucket.commit()
+    logs = [store.log for store in bucket.partitions]
+    bucket.abandon()
+    bucket = opened(settings)
+    lost = settings.durability is Durability.MEMORY
+    assert (bucket.opening.clean, bucket.opening.branched) == (False, lost)
+    for store, log in zip(bucket.partitions, logs, strict=True):
+        if lost and store.state is State.ACTIVE:
+            assert store.log.versions[1:] == log.versions
+            assert store.log.versions[0].seqno == store.high
+        else:
+            assert store.log == log
+    again = [store.log for store in bucket.partitions]
+    assert [store.log for store in opened(settings).partitions] == again
+
+
+def test_memory_durability_acknowledges_before_the_disk_has_it(opened: Open) -> None:
+    bucket = opened(MEMORY)
+    order: list[str] = []
+    bucket.subscribe(lambda commit: order.append("told"))
+    append = bucket.journal.append
+    bucket.journal = _Spy(append, order, bucket)  # type: ignore[assignment]
+    bucket.partitions[0].write(b"k", b"v")
+    bucket.commit()
+    assert order == ["told", "written"]
+
+
+class _Spy:
+    """A journal that notes when it is written."""
+
+    def __init__(self, append: object, order: list[str], bucket: Bucket) -> None:
+        self._append, self._order, self._journal = append, order, bucket.journal
+
+    def append(self, *args: object, **options: object) -> object:
+        self._order.append("written")
+        return self._append(*args, **options)  # type: ignore[operator]
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._journal, name)
+
+
+def test_an_unfinished_snapshot_is_no_consistent_point_not_even_after_a_restart(opened: Open) -> None:
+    store = replica(opened())
+    store.begin_snapshot(Seqno(3))
+    store.apply([change(2, b"a"), change(3, b"b")])
+    store.end_snapshot()
+    store.begin_snapshot(Seqno(9))
+    store.apply([change(5, b"c")])
+    for _ in range(2):
+        assert (store.high, store.complete) == (5, 3)
+        assert store.snapshot == Snapshot(Seqno(3), Seqno(9))
+        assert store.position == Position(store.log.branch, Seqno(5), store.snapshot)
+        store = opened().partitions[0]
+    opened().compact()
+    assert opened().partitions[0].snapshot == Snapshot(Seqno(3), Seqno(9))
+
+
+def test_a_replica_takes_only_higher_seqnos(opened: Open) -> None:
+    store = replica(opened())
+    store.apply([change(7)])
+    with pytest.raises(LocalProtocolError, match="seqno 7 cannot follow 7"):
+        store.apply([change(7)])
+
+
+def test_what_a_replica_stores_is_its_own_partition_with_opaque_zero(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[3]
+    foreign = bytearray(change(1))
+    foreign[12:16] = b"opaq"
+    store.apply([bytes(foreign)])
+    record = store.record(b"k")
+    assert record is not None
+    assert (record[12:16], record[6:8]) == (bytes(4), b"\0\3")
+
+
+def test_promotion_branches_at_the_last_complete_snapshot_and_keeps_what_came_after(opened: Open) -> None:
+    store = replica(opened())
+    store.set_log(FailoverLog((Version(BranchId(77), Seqno(0)),)))
+    store.apply([change(2)])
+    store.begin_snapshot(Seqno(9))
+    store.apply([change(5, b"c")])
+    assert store.promote(BranchId(99)).versions == (
+        Version(BranchId(99), Seqno(2)),
+        Version(BranchId(77), Seqno(0)),
+    )
+    assert (store.high, store.complete, store.state) == (5, 5, State.ACTIVE)
+    assert store.write(b"d", b"v").seqno == 6
+    log = store.log
+    again = opened().partitions[0]
+    assert (again.log, again.high, again.state, again.complete) == (log, 6, State.ACTIVE, 6)
+
+
+def test_a_takeover_adds_no_branch(opened: Open) -> None:
+    bucket = opened()
+    store = replica(bucket)
+    before = store.log
+    store.set_state(State.ACTIVE)
+    assert store.log == before
+    assert bucket.table[0] is store
+
+
+def test_the_log_keeps_twenty_five_versions(opened: Open) -> None:
+    store = opened().partitions[0]
+    for n in range(30):
+        store.write(b"k", b"v")
+        store.promote(BranchId(100 + n))
+    assert len(store.log) == 25
+    log = store.log
+    assert opened().partitions[0].log == log
+
+
+def test_rollback_of_an_active_partition_goes_to_the_very_seqno(opened: Open) -> None:
+    store = opened().partitions[0]
+    for n in range(1, 9):
+        store.write(b"k%d" % (n % 3), b"%d" % n)
+    assert store.rollback(Seqno(5)) == 5
+    values = {key: store.read(key) for key in store.items}
+    assert {key: item.value for key, item in values.items() if item} == {
+        b"k0": b"3",
+        b"k1": b"4",
+        b"k2": b"5",
+    }
+    assert store.write(b"new", b"v").seqno == 6
+    again = opened().partitions[0]
+    assert (again.high, list(again.items)) == (6, [b"k0", b"k1", b"k2", b"new"])
+
+
+def test_rollback_of_a_replica_goes_to_the_end_of_a_snapshot(opened: Open) -> None:
+    store = replica(opened())
+    for end in (3, 6, 9):
+        store.begin_snapshot(Seqno(end))
+        store.apply([change(end - 1, b"a"), change(end, b"b")])
+        store.end_snapshot()
+    assert store.rollback(Seqno(8)) == 6
+    assert (store.high, store.complete) == (6, 6)
+    assert store.rollback(Seqno(6)) == 6
+    assert store.rollback(Seqno(2)) == 0
+    assert (store.high, len(store.items), store.purged) == (0, 0, 0)
+
+
+def test_a_rollback_past_a_compaction_goes_to_zero(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    for n in range(5):
+        store.write(b"k%d" % n, b"v")
+    bucket.compact()
+    store.write(b"k5", b"v")
+    store.write(b"k6", b"v")
+    assert store.rollback(Seqno(6)) == 6
+    assert store.rollback(Seqno(5)) == 0, "its own file is all that a rollback leaves to go back to"
+    assert opened().partitions[0].high == 0
+
+
+def test_a_rollback_drops_versions_that_began_later(opened: Open) -> None:
+    store = opened().partitions[0]
+    first = store.log.branch
+    store.write(b"a", b"v")
+    store.write(b"b", b"v")
+    store.promote(BranchId(50))
+    store.write(b"c", b"v")
+    assert store.rollback(Seqno(1)) == 1
+    assert [version.branch for version in store.log] == [first]
+
+
+def test_a_rollback_over_a_flush_brings_the_items_back(opened: Open) -> None:
+    store = opened().partitions[0]
+    store.write(b"a", b"v")
+    store.flush()
+    store.write(b"b", b"v")
+    assert (store.high, store.purged) == (3, 2)
+    assert store.rollback(Seqno(1)) == 1
+    assert (list(store.items), store.purged) == ([b"a"], 0)
+
+
+def test_a_batch_that_was_under_way_does_not_undo_a_rollback(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    for n in range(4):
+        store.write(b"k%d" % n, b"v")
+    store.rollback(Seqno(2))
+    bucket.commit()
+    assert (store.high, store.durable) == (2, 2)
