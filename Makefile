@@ -18,10 +18,13 @@ KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi)
 CHECKED = $(wildcard src tests examples bench demo)
 PYTEST_ARGS ?=
 
-.PHONY: help venv kernel test quick check bench format clean
+.PHONY: help demo venv kernel test quick check bench format clean
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## the main job, end to end: a node, a shop, a lake, and a plug that is pulled (KEEP=1: leave it running)
+	$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 test: check ## everything that must pass: check, then every test, slow ones included
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -47,7 +50,7 @@ kernel: $(READY) ## build the compiled kernel again, and fail if it cannot be bu
 venv: $(READY) ## the environment of the project, in .venv
 
 clean: ## remove what was made here: environment, builds, caches, results
-	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db
+	rm -rf $(VENV) build dist out .demo .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db
 	rm -rf src/*.egg-info src/upper/kernel/_compiled.c src/upper/kernel/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -1,0 +1,144 @@
+"""A small shop whose every change is invented from a seed: users, carts and orders, as JSON.
+
+The shop only decides what changes; nothing here knows of nodes or lakes. The same seed gives the
+same changes in the same order, so the story that the demo tells is the same each time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+CITIES = ("Amsterdam", "Bogota", "Cairo", "Dakar", "Edinburgh", "Fukuoka", "Gdansk", "Hanoi")
+FIRST = ("Ada", "Barbara", "Claude", "Donald", "Edsger", "Frances", "Grace", "Hedy", "Ida", "John")
+LAST = ("Allen", "Byron", "Dijkstra", "Hopper", "Knuth", "Lamarr", "Liskov", "Rhodes", "Shannon", "Turing")
+GOODS = {
+    "teapot": 2450,
+    "kettle": 3990,
+    "oolong": 1275,
+    "sencha": 980,
+    "assam": 860,
+    "strainer": 640,
+    "cup": 720,
+    "scale": 1899,
+}  # prices in cents
+NEXT_STATUS = {"placed": "paid", "paid": "packed", "packed": "shipped", "shipped": "delivered"}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One thing that the shop does to the bucket. `value` None is a delete."""
+
+    key: str
+    value: bytes | None
+    expiry: int = 0  # seconds; 0 = stays
+
+
+class Shop:
+    """What the shop remembers in order to invent a believable next change."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._users: list[str] = []
+        self._carts: dict[str, dict[str, int]] = {}
+        self._orders: dict[str, dict[str, object]] = {}
+        self._open: list[str] = []
+        self._made = 0
+
+    def opening(self, *, users: int, orders: int) -> Iterator[Write]:
+        """The data that is there on the first morning."""
+        for _ in range(users):
+            yield self._sign_up()
+        yield from self.rush(orders)
+
+    def trading(self, changes: int) -> Iterator[Write]:
+        """So many further changes: mostly carts and orders that move on, and a few departures."""
+        for _ in range(changes):
+            dice = self._random.random()
+            if dice < 0.35:
+                yield self._fill_cart()
+            elif dice < 0.55:
+                yield self._place_order(self._random.choice(self._users))
+            elif dice < 0.90 and self._open:
+                yield self._move_order()
+            elif dice < 0.97 and self._open:
+                yield self._cancel_order()
+            elif dice < 0.985 and self._carts:
+                yield self._abandon_cart()
+            else:
+                yield self._sign_up()
+
+    def rush(self, orders: int) -> Iterator[Write]:
+        """So many new orders and nothing else."""
+        for _ in range(orders):
+            yield self._place_order(self._random.choice(self._users))
+
+    def turn(self, seed: int) -> None:
+        """Take other turns from here on."""
+        self._random = Random(seed)
+
+    def _sign_up(self) -> Write:
+        number = len(self._users) + 1
+        first, last = self._random.choice(FIRST), self._random.choice(LAST)
+        key = f"user:{number:05}"
+        self._users.append(key)
+        return _write(
+            key,
+            {
+                "name": f"{first} {last}",
+                "email": f"{first}.{last}.{number}@example.com".lower(),
+                "city": self._random.choice(CITIES),
+                "tier": self._random.choice(("basic", "basic", "basic", "gold")),
+            },
+        )
+
+    def _fill_cart(self) -> Write:
+        user = self._random.choice(self._users)
+        cart = self._carts.setdefault(user, {})
+        good = self._random.choice(tuple(GOODS))
+        cart[good] = cart.get(good, 0) + self._random.randint(1, 3)
+        return _write(_cart(user), {"user": user, "items": dict(cart)})
+
+    def _abandon_cart(self) -> Write:
+        """A last look at a cart that then runs out by itself: an expiry, not a delete."""
+        user = self._random.choice(tuple(self._carts))
+        cart = self._carts.pop(user)
+        return _write(_cart(user), {"user": user, "items": cart, "abandoned": True}, expiry=1)
+
+    def _place_order(self, user: str) -> Write:
+        self._made += 1
+        key = f"order:{self._made:06}"
+        lines = self._carts.get(user) or {self._random.choice(tuple(GOODS)): self._random.randint(1, 4)}
+        order: dict[str, object] = {
+            "user": user,
+            "lines": dict(lines),
+            "total_cents": sum(GOODS[good] * count for good, count in lines.items()),
+            "status": "placed",
+        }
+        self._orders[key] = order
+        self._open.append(key)
+        return _write(key, order)
+
+    def _move_order(self) -> Write:
+        key = self._random.choice(self._open)
+        order = self._orders[key]
+        order["status"] = NEXT_STATUS[str(order["status"])]
+        if order["status"] == "delivered":
+            self._open.remove(key)
+        return _write(key, order)
+
+    def _cancel_order(self) -> Write:
+        key = self._random.choice(self._open)
+        self._open.remove(key)
+        del self._orders[key]
+        return Write(key, None)
+
+
+def _cart(user: str) -> str:
+    return user.replace("user:", "cart:")
+
+
+def _write(key: str, document: dict[str, object], *, expiry: int = 0) -> Write:
+    return Write(key, json.dumps(document, separators=(",", ":")).encode(), expiry)

@@ -1,0 +1,81 @@
+"""The demo tells the same story for the same seed, tells it to the end, and leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demo.shop import Shop
+from demo.stage import chart
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_same_seed_gives_the_same_changes() -> None:
+    def changes(seed: int) -> list[object]:
+        shop = Shop(seed)
+        return [*shop.opening(users=50, orders=200), *shop.trading(1_000), *shop.rush(20)]
+
+    assert changes(7) == changes(7)
+    assert changes(7) != changes(8)
+
+
+def test_a_shop_writes_updates_deletes_and_lets_things_expire() -> None:
+    shop = Shop(7)
+    opening = list(shop.opening(users=50, orders=200))
+    trading = list(shop.trading(1_000))
+    keys = {write.key for write in opening}
+    assert len(keys) == 250
+    assert any(write.key in keys and write.value is not None for write in trading)
+    assert any(write.value is None for write in trading)
+    assert any(write.expiry for write in trading)
+
+
+def test_nothing_is_deleted_that_is_not_there() -> None:
+    shop = Shop(3)
+    alive: set[str] = set()
+    for write in (*shop.opening(users=20, orders=50), *shop.trading(2_000)):
+        if write.value is None:
+            assert write.key in alive
+            alive.remove(write.key)
+        else:
+            alive.add(write.key)
+
+
+def test_a_chart_is_as_high_as_its_highest_value() -> None:
+    assert chart([0, 4, 8]) == " ▄█"
+    assert chart([]) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.spark
+@pytest.mark.timeout(400)
+def test_the_story_is_told_to_the_end(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo"), "--seed", "7"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "kept in `lost`: 600 changes, as expected" in told.stdout
+    assert "the lake is true" in told.stdout
+    assert _running(str(tmp_path)) == []
+
+
+def _running(mark: str) -> list[str]:
+    """The processes whose command line names this directory."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if mark in command and int(entry.parent.name) != os.getpid():
+            found.append(command)
+    return found
