@@ -195,7 +195,9 @@ class Desk(Sender):
             end=request.end,
             flags=request.flags,
             filtered=not chosen.everything,
-            exact=self.speech.exact and bool(chosen.judges),
+            # Who left something out says how far it went; a copy that may take over must know the last seqno.
+            exact=self.speech.exact
+            and bool(chosen.judges or request.flags & (StreamFlag.REPLICA | StreamFlag.TAKEOVER)),
         )
         stream = Stream(
             store,
