@@ -16,8 +16,10 @@ from upper.model.messages import (
     Message,
     Mutation,
     Noop,
+    Refusal,
     Request,
     Response,
+    RollbackRequired,
     StreamAccepted,
     StreamFlag,
     StreamRequest,
@@ -73,6 +75,17 @@ class Peer:
                     self.inbox.append(message)
         found, self.inbox = self.inbox, []
         return found
+
+    def pick(self, wanted: Callable[[Message], bool]) -> Message:
+        """The first message that is wanted; the others stay in the inbox."""
+        kept: list[Message] = []
+        while True:
+            messages = self.receive()
+            for place, message in enumerate(messages):
+                if wanted(message):
+                    self.inbox = kept + messages[place + 1 :] + self.inbox
+                    return message
+                kept.append(message)
 
     def rest(self) -> list[Message]:
         """Everything up to the end of the connection."""
@@ -132,14 +145,9 @@ class Peer:
                 data_type=data_type,
             )
         )
-        kept: list[Message] = []
-        while True:
-            messages = self.receive()
-            for place, message in enumerate(messages):
-                if isinstance(message, Response) and message.opaque == opaque:
-                    self.inbox = kept + messages[place + 1 :] + self.inbox
-                    return message
-                kept.append(message)
+        answer = self.pick(lambda message: isinstance(message, Response) and message.opaque == opaque)
+        assert isinstance(answer, Response)
+        return answer
 
     def set(
         self, key: bytes, value: bytes, *, partition: int = 0, expiration: int = 0, cas: int = 0
@@ -158,14 +166,12 @@ class Peer:
         self.send(Request(opcode=Opcode.STAT, key=group.encode(), opaque=self._opaque))
         rows: dict[str, str] = {}
         while True:
-            messages = self.receive()
-            for place, message in enumerate(messages):
-                if isinstance(message, Response) and message.opaque == self._opaque:
-                    if not message.key:
-                        self.inbox = messages[place + 1 :] + self.inbox
-                        assert message.status == 0, message
-                        return rows
-                    rows[message.key.decode()] = message.value.decode()
+            row = self.pick(lambda message: isinstance(message, Response) and message.opaque == self._opaque)
+            assert isinstance(row, Response)
+            assert row.status == 0, row
+            if not row.key:
+                return rows
+            rows[row.key.decode()] = row.value.decode()
 
     # ── Streams ───────────────────────────────────────────────────────────────────────────────────
 
@@ -197,9 +203,8 @@ class Peer:
                 name=name,
             )
         )
-        return self.until(
-            lambda m: getattr(m, "opaque", None) == opaque and not isinstance(m, Mutation | Deletion)
-        )[-1]
+        answers = StreamAccepted | RollbackRequired | Refusal
+        return self.pick(lambda message: isinstance(message, answers) and message.opaque == opaque)
 
     def accepted(self, partition: int = 0, **asked: object) -> StreamAccepted:
         answer = self.follow(partition, **asked)  # type: ignore[arg-type]

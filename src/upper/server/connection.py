@@ -116,6 +116,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self.writable = False
+        self._mind_the_backlog()
 
     def resume_writing(self) -> None:
         self.writable = True
@@ -131,10 +132,10 @@ class Connection(asyncio.Protocol):
             if self._thrown_away > LINGER_BYTES:
                 self.abort()
             return
-        if self._parts or self._busy is not None:
+        if self._parts or self._busy is not None or not self._reading:
             self._parts.append(data)
             self._have += len(data)
-            if self._have < self._need or self._busy is not None:
+            if self._have < self._need or self._busy is not None or not self._reading:
                 self._mind_the_backlog()
                 return
             data = self._collected()
@@ -449,7 +450,7 @@ class Connection(asyncio.Protocol):
 
     def _may_go_on(self) -> bool:
         """False when the peer does not read, or too much waits for the disk: then nothing more is read."""
-        if self.writable and self._held_bytes < self.node.settings.limits.held:
+        if not self._clogged:
             return True
         self._need = 0
         self._pause()
@@ -457,12 +458,24 @@ class Connection(asyncio.Protocol):
 
     def _mind_the_backlog(self) -> None:
         full = self._have > self.node.settings.limits.body + HEADER_SIZE and self._busy is not None
-        if full or self._held_bytes >= self.node.settings.limits.held or not self.writable:
+        if full or self._clogged:
             self._pause()
 
     @property
+    def _clogged(self) -> bool:
+        """Too much waits for the disk, or for a peer that does not read.
+
+        Who follows may be slow without being cut off from what it says: acknowledgements, answers to NOOP.
+        """
+        if self._held_bytes >= self.node.settings.limits.held:
+            return True
+        return not self.writable and (
+            self.desk is None or self.backlog > 4 * self.node.settings.streams.buffer
+        )
+
+    @property
     def _may_read(self) -> bool:
-        return self.writable and not self._ending and self._transport is not None
+        return not self._clogged and not self._ending and self._transport is not None
 
     def _pause(self) -> None:
         if self._reading and self._transport is not None and not self._ending:
@@ -473,7 +486,7 @@ class Connection(asyncio.Protocol):
         """Read again, and first what was left."""
         if self._transport is None or self._ending or self._busy is not None:
             return
-        if not self.writable or self._held_bytes >= self.node.settings.limits.held:
+        if self._clogged:
             return
         if self._parts and self._have >= self._need:
             self._work(self._collected())

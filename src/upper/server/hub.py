@@ -44,19 +44,19 @@ class Line:
 class Batch:
     """One commit, cut by partition."""
 
-    __slots__ = ("_framed", "blobs", "groups", "lines")
+    __slots__ = ("blobs", "framed", "groups", "lines")
 
     def __init__(self, groups: dict[int, list[bytes]], lines: list[Line]) -> None:
         self.groups, self.lines = groups, lines
         self.blobs: dict[int, bytes] = {}  # by slot: partition and opaque
-        self._framed: dict[int, list[bytes]] = {}
+        self.framed: dict[int, list[bytes]] = {}  # by partition, where a stream in step wanted it
 
     def blob(self, slot: int) -> bytes:
         """The commit as bytes for the streams of this slot; made once."""
         partition = slot >> 32
-        framed = self._framed.get(partition)
+        framed = self.framed.get(partition)
         if framed is None:
-            framed = self._framed[partition] = self.lines[partition].framed(self.groups[partition])
+            framed = self.framed[partition] = self.lines[partition].framed(self.groups[partition])
         made = self.blobs[slot] = kernel.join(framed, slot & 0xFFFFFFFF)
         return made
 
@@ -108,17 +108,19 @@ class Hub:
         self.changes += len(changes)
         groups = kernel.group(changes)
         apart = self._apart(groups)
-        if groups and self.followers:
-            batch = Batch(groups, self.lines)
+        batch = Batch(groups, self.lines)
+        if groups:
             for follower in tuple(self.followers):
                 follower.feed(batch)
+        for partition, framed in batch.framed.items():
+            line = self.lines[partition]
+            line.items += len(framed) - 2
+            line.bytes += sum(map(len, framed))
         for partition, records in groups.items():
             line = self.lines[partition]
             last = seqno_of(records[-1])
             if line.waiting:
                 self._tell(line, [Run(line.reached + 1, last, records)], only=line.waiting)
-            line.items += len(records)
-            line.bytes += sum(map(len, records)) + 48
             line.reached = last
         for partition, runs in apart:
             line = self.lines[partition]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -54,6 +55,7 @@ def serve(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
+    _raise_file_limit()
     bucket = Bucket.open(data, storage, name=settings.bucket, partitions=partitions)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(bucket, settings, data, ready))
@@ -89,6 +91,13 @@ async def _serve(
     log.info("stopping: %d connections are open", len(node.connections))
     await node.stop()
     log.info("stopped: everything is on disk")
+
+
+def _raise_file_limit() -> None:
+    """A connection is a file, and so is a partition's: take as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -219,10 +219,14 @@ class Sender(Follower):
             stream.line.waiting.pop(stream, None)
         if phase is Sending.LIVE and stream.plain and stream.machine.sent == stream.line.reached:
             self._apart.pop(partition, None)
-            self._step[partition] = stream
-            stream.join_line()
+            if not stream.in_step:
+                self._step[partition] = stream
+                stream.join_line()
         elif phase is Sending.LIVE:
             self._apart[partition] = stream
+            if stream.plain:
+                # Told by itself of a commit that its line has not counted yet; it joins when that is done.
+                self.node.loop.call_soon(self._settle_unless_ended, stream)
         else:
             self._apart.pop(partition, None)
         self._follow()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from upper import kernel
 from upper.model.messages import (
@@ -61,29 +62,41 @@ class Speech:
     exact: bool  # can say that history went on without a record for this consumer
     states: bool  # can hand a partition over
 
-    def _say(self, message: Message) -> bytes:
-        return self.dialect.encode(message)
+    def start(self, partition: int, opaque: int) -> bytes:
+        return _stamped(self.dialect, StreamStart(partition=NOWHERE), partition, opaque)
 
-    def start(self, partition: Partition, opaque: int) -> bytes:
-        return self._say(StreamStart(partition=partition, opaque=opaque))
+    def end(self, partition: int, opaque: int, reason: EndReason) -> bytes:
+        return _stamped(self.dialect, StreamEnd(partition=NOWHERE, reason=reason), partition, opaque)
 
-    def end(self, partition: Partition, opaque: int, reason: EndReason) -> bytes:
-        return self._say(StreamEnd(partition=partition, opaque=opaque, reason=reason))
+    def snapshot_start(self, partition: int, opaque: int) -> bytes:
+        return _stamped(self.dialect, SnapshotMarker(partition=NOWHERE), partition, opaque)
 
-    def snapshot_start(self, partition: Partition, opaque: int) -> bytes:
-        return self._say(SnapshotMarker(partition=partition, opaque=opaque))
+    def snapshot_end(self, partition: int, opaque: int) -> bytes:
+        return _stamped(self.dialect, SnapshotEnd(partition=NOWHERE), partition, opaque)
 
-    def snapshot_end(self, partition: Partition, opaque: int) -> bytes:
-        return self._say(SnapshotEnd(partition=partition, opaque=opaque))
+    def flush(self, partition: int, opaque: int) -> bytes:
+        return _stamped(self.dialect, Flush(partition=NOWHERE), partition, opaque)
 
-    def flush(self, partition: Partition, opaque: int) -> bytes:
-        return self._say(Flush(partition=partition, opaque=opaque))
-
-    def state(self, partition: Partition, opaque: int, state: State) -> bytes:
-        return self._say(SetState(partition=partition, opaque=opaque, state=state))
+    def state(self, partition: int, opaque: int, state: State) -> bytes:
+        return _stamped(self.dialect, SetState(partition=NOWHERE, state=state), partition, opaque)
 
     def advance(self, partition: Partition, opaque: int, seqno: Seqno) -> bytes:
-        return self._say(SeqnoAdvanced(partition=partition, opaque=opaque, seqno=seqno))
+        return self.dialect.encode(SeqnoAdvanced(partition=partition, opaque=opaque, seqno=seqno))
+
+
+NOWHERE = Partition(0)
+
+
+@cache
+def _packed(dialect: Dialect, message: Message) -> bytes:
+    return dialect.encode(message)
+
+
+def _stamped(dialect: Dialect, message: Message, partition: int, opaque: int) -> bytes:
+    """A message that is the same for every stream but for two fields of its header."""
+    packet = _packed(dialect, message)
+    stamp = (partition.to_bytes(2, "big"), packet[8:12], opaque.to_bytes(4, "big"))
+    return b"".join((packet[:6], *stamp, packet[16:]))
 
 
 IN_UPR = Speech(UPR, upr_records, exact=True, states=True)

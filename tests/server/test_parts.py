@@ -1,0 +1,162 @@
+"""Parts of the node by themselves: how streams speak, filters, statistics, ranges, runs of a commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upper.errors import InvalidArguments
+from upper.model.messages import (
+    Deletion,
+    EndReason,
+    Expiration,
+    Flush,
+    Mutation,
+    SetState,
+    SnapshotEnd,
+    SnapshotMarker,
+    StreamEnd,
+    StreamStart,
+)
+from upper.model.values import Cas, Partition, Seqno, State
+from upper.server.controls import parse_partitions
+from upper.server.filters import EVERYTHING, key_of, without_value
+from upper.server.hub import runs
+from upper.server.speech import IN_UPR, IN_UPR0, Speech
+from upper.server.stats import ranges
+from upper.storage import records
+from upper.wire.upr import UPR
+
+U16, U32, U64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+PARTITIONS = U16.map(Partition)
+KEYS = st.binary(min_size=1, max_size=250)
+
+
+@st.composite
+def changes(draw: st.DrawFn) -> Mutation | Deletion | Expiration:
+    partition, key, cas, seqno = draw(PARTITIONS), draw(KEYS), Cas(draw(U64)), Seqno(draw(U64))
+    kind: type[Deletion] | None = draw(st.sampled_from((None, Deletion, Expiration)))
+    if kind is not None:
+        return kind(partition=partition, key=key, cas=cas, seqno=seqno, revision=draw(U64))
+    return Mutation(
+        partition=partition,
+        key=key,
+        cas=cas,
+        seqno=seqno,
+        revision=draw(U64),
+        value=draw(st.binary(max_size=100)),
+        flags=draw(U32),
+        expiration=draw(U32),
+        lock_time=draw(U32),
+    )
+
+
+@given(st.lists(changes(), min_size=1, max_size=20), U32)
+def test_streams_say_records_as_the_tables_of_the_dialect_would(
+    messages: list[Mutation], opaque: int
+) -> None:
+    stored = [UPR.encode(message) for message in messages]
+    for speech in (IN_UPR, IN_UPR0):
+        expected = b"".join(speech.dialect.encode(replace(message, opaque=opaque)) for message in messages)
+        assert speech.records(stored, opaque) == expected
+
+
+@pytest.mark.parametrize("speech", [IN_UPR, IN_UPR0])
+@given(PARTITIONS, U32, st.sampled_from([reason for reason in EndReason if reason < 5]))
+def test_what_is_said_once_is_said_as_the_tables_would(
+    speech: Speech, partition: Partition, opaque: int, reason: EndReason
+) -> None:
+    where: dict[str, Any] = {"partition": partition, "opaque": opaque}
+    for made, message in (
+        (speech.start(partition, opaque), StreamStart(**where)),
+        (speech.end(partition, opaque, reason), StreamEnd(reason=reason, **where)),
+        (speech.snapshot_start(partition, opaque), SnapshotMarker(**where)),
+        (speech.snapshot_end(partition, opaque), SnapshotEnd(**where)),
+        (speech.flush(partition, opaque), Flush(**where)),
+    ):
+        assert made == speech.dialect.encode(message)
+    if speech.states:
+        for state in State:
+            expected = speech.dialect.encode(SetState(state=state, **where))
+            assert speech.state(partition, opaque, state) == expected
+
+
+# ── Filters ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(KEYS, st.binary(max_size=200))
+def test_a_record_without_its_value_is_the_same_change(key: bytes, value: bytes) -> None:
+    record = records.mutation(3, key, value, seqno=5, revision=2, cas=9, flags=7, data_type=1)
+    bare = without_value(record)
+    before, after = records.item_of(record), records.item_of(bare)
+    assert after == before._replace(value=b"", data_type=0)
+    assert len(bare) == records.packet_end(bare, 0)
+    assert key_of(bare) == key
+    gone = records.deletion(3, key, seqno=5, revision=2, cas=9)
+    assert without_value(gone) is gone
+
+
+@given(st.lists(KEYS, max_size=20), st.binary(max_size=3))
+def test_a_prefix_passes_exactly_the_keys_that_begin_with_it(keys: list[bytes], prefix: bytes) -> None:
+    stored = [records.mutation(0, key, b"", seqno=1, revision=1, cas=1) for key in keys]
+    passed = EVERYTHING.with_prefix(prefix)(stored)
+    assert [key_of(record) for record in passed] == [key for key in keys if key.startswith(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("comparison", "value", "passes"),
+    [
+        ("$.a == 1", b'{"a": 1}', True),
+        ("$.a == 1", b'{"a": 1.0}', True),
+        ("$.a == 1", b'{"a": "1"}', False),
+        ("$.a != 1", b'{"a": 2}', True),
+        ("$.a != 1", b'{"b": 2}', False),
+        ("$.a == true", b'{"a": 1}', False),
+        ("$.a == null", b'{"a": null}', True),
+        ("$.a.b[1] >= 3", b'{"a": {"b": [1, 3]}}', True),
+        ("$.a.b[1] >= 3", b'{"a": {"b": [1]}}', False),
+        ('$["odd name"] == "x y"', b'{"odd name": "x y"}', True),
+        ('$ == "text"', b'"text"', True),
+        ("$.a < 5", b"\xff\xfe", False),
+        ("$.a < 5", b"[" * 100_000, False),
+    ],
+)
+def test_values_are_compared_by_a_path(comparison: str, value: bytes, passes: bool) -> None:
+    record = records.mutation(0, b"k", value, seqno=1, revision=1, cas=1)
+    assert EVERYTHING.with_value(comparison)([record]) == ([record] if passes else [])
+
+
+def test_a_filter_says_what_it_does() -> None:
+    chosen = EVERYTHING.with_prefix(b"user:").with_operations("mutation").with_keys_only()
+    assert str(chosen) == "prefix user:; mutation; keys only"
+    assert str(EVERYTHING) == ""
+    with pytest.raises(InvalidArguments):
+        EVERYTHING.with_pattern("(?P<a>")
+
+
+# ── Lists and runs ────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_are_read_as_they_are_written(numbers: set[int]) -> None:
+    text = ranges(sorted(numbers))
+    assert (parse_partitions(text) if text else set()) == numbers
+
+
+@given(st.lists(st.sampled_from("cf"), min_size=1, max_size=20), st.integers(0, 1000))
+def test_a_commit_with_flushes_falls_into_runs_that_count_on(kinds: list[str], reached: int) -> None:
+    stored = [
+        records.flush(0, 1) if kind == "f" else records.mutation(0, b"k", b"", seqno=seqno, revision=1, cas=1)
+        for seqno, kind in enumerate(kinds, reached + 1)
+    ]
+    found = list(runs(stored, reached))
+    assert found[0].first == reached + 1
+    assert found[-1].last == reached + len(kinds)
+    for earlier, later in pairwise(found):
+        assert later.first == earlier.last + 1
+    assert sum(run.is_flush for run in found) == kinds.count("f")
