@@ -108,7 +108,7 @@ BOUNDS = pytest.mark.parametrize("bounds", [True, False], ids=["markers with bou
 
 
 @BOUNDS
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 @given(history=st.lists(steps, min_size=10, max_size=120))
 def test_whoever_obeys_ends_equal_however_often_it_is_interrupted(bounds: bool, history: list[Step]) -> None:
     play(history, bounds=bounds)
