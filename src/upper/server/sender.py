@@ -93,12 +93,12 @@ class Sender(Follower):
                 self.hear(self._apart[partition], [Run(line.reached + 1, last, records)])
 
     def _forward(self, batch: Batch, parts: list[bytes]) -> None:
-        joined = b"".join(parts) if len(parts) > 1 else parts[0]
-        if self._has_room and (not self.window.size or len(joined) <= self.window.left):
-            self.window.sent(len(joined))
+        size = sum(map(len, parts))
+        if self._has_room and self._fits(size):
+            self.window.sent(size)
             if self._out:
                 self._flush()
-            self.connection.send(joined)
+            self.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
             return
         # No room: these fall behind, each where it stands now, and this commit is read from the store later.
         for partition in batch.groups:
@@ -242,6 +242,12 @@ class Sender(Follower):
     @property
     def _has_room(self) -> bool:
         return self.connection.writable and not self.window.full
+
+    def _fits(self, size: int) -> bool:
+        """Is there room for so much at once? What does not fit is read from the store, piece by piece."""
+        if self.window.size and size > self.window.left:
+            return False
+        return size < DIRECT or size + self.connection.backlog <= 2 * self.node.settings.streams.buffer
 
     def writable(self) -> None:
         """The peer reads again."""
