@@ -215,6 +215,23 @@ def test_a_flush_waits_for_room_and_for_the_snapshot_before_it() -> None:
     assert behind.phase is Sending.LIVE
 
 
+def test_a_flush_that_comes_while_the_store_is_read_is_sent_first() -> None:
+    stream = opened(10)
+    assert stream.flushed(s(11)) == NOTHING
+    assert stream.taken(s(13), durable=s(13), purged=s(11)) == (SendFlush(s(11)), Take(s(11)))
+    assert stream.taken(s(13), durable=s(13), purged=s(11)) == (Send(s(11), s(13), s(13)),)
+    ending = opened(10, end=11)
+    ending.flushed(s(11))
+    assert ending.taken(s(13), durable=s(13), purged=s(11)) == (SendFlush(s(11)), End(EndReason.OK))
+
+
+def test_a_flush_is_told_once() -> None:
+    stream = live()
+    assert stream.flushed(s(11)) == (SendFlush(s(11)),)
+    assert stream.flushed(s(11)) == NOTHING
+    assert stream.phase is Sending.LIVE
+
+
 def test_a_flush_that_does_not_meet_the_consumer_right_before_it_ends_the_stream() -> None:
     """It would count itself to a seqno where nobody else's copy is empty."""
     stream = live(filtered=True)

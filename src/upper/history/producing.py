@@ -233,6 +233,10 @@ class ProducerStream:
         `cut_is_whole` may be set when `end` lies past `until` and nothing at or before `until` has been
         overwritten since: then the state at `until` still exists, and the stream can end consistently.
         """
+        if said := self._waiting_flush():  # it came between `Take` and now
+            return (
+                (*said, *self._finish(EndReason.OK)) if self.sent >= self.until else (*said, Take(self.sent))
+            )
         if self.sent and self.sent < purged:
             return self._finish(EndReason.TOO_SLOW)
         self._heard = max(self._heard, durable)
