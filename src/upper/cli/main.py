@@ -38,6 +38,8 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "top": ("upper.cli.top", "a live screen of rates, streams, lag and memory"),
     "failover-log": ("upper.cli.failover_log", "the branches of a partition's history"),
     "promote": ("upper.cli.promote", "record a history branch by hand, for drills"),
+    "check": ("upper.cli.check", "verify the data directory of a bucket, or repair it"),
+    "dump": ("upper.cli.dump", "print the items in the data directory of a bucket"),
     "packet": ("upper.cli.packet", "take packets apart, field by field"),
     "sync": ("upper.cli.sync", "keep a lake true: Delta tables that follow a bucket"),
     "verify": ("upper.cli.verify", "prove that a lake is what its bucket says"),

@@ -13,11 +13,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from upper.errors import StorageError, UpperError
+from upper.errors import StorageError
 from upper.model.values import ZERO, FailoverLog, State, Version
 from upper.storage import load, records
 from upper.storage.bucket import UNKNOWN_BRANCH, Bucket, fresh_branch, lock_directory
@@ -39,19 +40,26 @@ class Survey:
     findings: list[Finding] = field(default_factory=list)
 
 
-def check(directory: Path) -> Iterator[Finding]:
-    """What is wrong with this directory; nothing, if all is well. A torn end of the journal is no fault."""
+@contextmanager
+def surveyed(directory: Path) -> Iterator[Survey]:
+    """All that can be read, for looking only; nobody else can open the directory meanwhile."""
+    if not (directory / "bucket.json").exists():
+        raise StorageError(f"there is no bucket in {directory}; give the directory that holds bucket.json")
     lock = lock_directory(directory, Disk())
     try:
         survey = _survey(directory, lock)
+        yield survey
+        survey.bucket.files.close()
+    finally:
+        os.close(lock)
+
+
+def check(directory: Path) -> Iterator[Finding]:
+    """What is wrong with this directory; nothing, if all is well. A torn end of the journal is no fault."""
+    with surveyed(directory) as survey:
         yield from survey.findings
         for store in survey.bucket.partitions:
             yield from check_partition(store)
-        survey.bucket.files.close()
-    except UpperError as error:
-        yield Finding(str(directory), str(error))
-    finally:
-        os.close(lock)
 
 
 def check_partition(store: PartitionStore) -> Iterator[Finding]:
@@ -95,8 +103,7 @@ def check_partition(store: PartitionStore) -> Iterator[Finding]:
 
 def _survey(directory: Path, lock: int) -> Survey:
     identity = load.read_identity(directory)
-    if identity is None:
-        raise StorageError(f"there is no bucket in {directory}; give the directory that holds bucket.json")
+    assert identity is not None
     bucket = Bucket(directory, StorageSettings(compact=False), Disk(), lambda: 0, identity, lock)
     findings: list[Finding] = []
     loader = Loader(
@@ -129,9 +136,7 @@ def _survey(directory: Path, lock: int) -> Survey:
 
 def repair(directory: Path) -> Iterator[Finding]:
     """Keep what can be read, write it anew, and say what was wrong and what is gone."""
-    lock = lock_directory(directory, Disk())
-    try:
-        survey = _survey(directory, lock)
+    with surveyed(directory) as survey:
         yield from survey.findings
         if survey.tail.cut:
             yield Finding("journal", f"{survey.tail.cut} bytes of an unfinished batch were cut off")
@@ -142,9 +147,6 @@ def repair(directory: Path) -> Iterator[Finding]:
             _write_anew(survey)
         elif survey.tail.cut:
             survey.bucket.settle(survey.tail, [])
-        survey.bucket.files.close()
-    finally:
-        os.close(lock)
 
 
 def _begin_anew(store: PartitionStore) -> Finding:

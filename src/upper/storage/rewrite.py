@@ -176,7 +176,7 @@ class Rewriter:
 
     @property
     def _pack_limit(self) -> int:
-        return min(PACK_BYTES, int(self._bucket.live * PACK_SHARE))
+        return min(PACK_BYTES, max(64 << 10, int(self._bucket.live * PACK_SHARE)))
 
     def _old_deletions(self) -> list[PartitionStore]:
         """Partitions whose deletions have been kept for long enough, by when they were last looked at."""

@@ -1,0 +1,72 @@
+"""`upper check` and `upper dump` over real directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Run
+from tests.storage.conftest import Open
+from tests.storage.test_faults import flip
+from upper.cli.output import ExitCode
+
+
+@pytest.fixture
+def filled(opened: Open, directory: Path) -> Path:
+    bucket = opened()
+    bucket.partitions[1].write(b"apple", b"red", flags=5)
+    bucket.partitions[1].write(b"pear", b"green")
+    bucket.partitions[1].delete(b"pear")
+    bucket.partitions[2].write(b"\xff\x00", b"\xfe")
+    bucket.close()
+    return directory
+
+
+def test_a_sound_directory_is_sound(filled: Path, upper: Run) -> None:
+    done = upper("check", str(filled))
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (ExitCode.OK, "sound", "")
+
+
+def test_a_damaged_one_is_found_and_repaired(filled: Path, upper: Run) -> None:
+    flip(filled / "journal" / "00000001.log", 120)
+    done = upper("check", str(filled), "--json")
+    assert done.returncode == ExitCode.CORRUPT
+    assert any("damaged" in json.loads(line)["what"] for line in done.stdout.splitlines())
+    assert upper("check", str(filled), "--repair").returncode == ExitCode.OK
+    assert upper("check", str(filled)).returncode == ExitCode.OK
+
+
+def test_a_directory_without_a_bucket_is_said_to_be_one(tmp_path: Path, upper: Run) -> None:
+    done = upper("check", str(tmp_path))
+    assert done.returncode == ExitCode.CORRUPT
+    assert "there is no bucket in" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused(opened: Open, directory: Path, upper: Run) -> None:
+    opened()
+    done = upper("check", str(directory))
+    assert done.returncode == ExitCode.CORRUPT
+    assert "another process has" in done.stderr
+
+
+def test_dump_prints_items_and_on_demand_deletions(filled: Path, upper: Run) -> None:
+    lines = [json.loads(line) for line in upper("dump", str(filled), "--json").stdout.splitlines()]
+    assert [(line["partition"], line["key"], line["value"]) for line in lines] == [
+        (1, "apple", "red"),
+        (2, "ff00", "fe"),
+    ]
+    assert lines[0]["flags"] == 5
+    everything = upper("dump", str(filled), "--partition", "1", "--deleted", "--keys", "--json").stdout
+    assert [json.loads(line)["deleted"] for line in everything.splitlines()] == [False, True]
+    assert upper("dump", str(filled), "--partition", "9").returncode == ExitCode.REFUSED
+
+
+def test_dump_shows_what_is_left_of_a_damaged_directory(filled: Path, upper: Run) -> None:
+    (filled / "state.json").unlink()
+    flip(filled / "journal" / "00000001.log", 2)
+    done = upper("dump", str(filled))
+    assert done.returncode == ExitCode.CORRUPT
+    assert "00000001.log" in done.stderr
