@@ -252,6 +252,10 @@ def test_a_flush_that_is_the_end_of_the_stream_ends_it() -> None:
     stream = opened(10, end=11)
     stream.taken(s(10), durable=s(10), purged=ZERO)
     assert stream.flushed(s(11)) == (SendFlush(s(11)), End(EndReason.OK))
+    busy = opened(end=11)
+    busy.taken(s(10), durable=s(10), purged=ZERO)
+    busy.flushed(s(11))
+    assert busy.done(s(10)) == (SendFlush(s(11)), End(EndReason.OK))
 
 
 # ── Filters ───────────────────────────────────────────────────────────────────────────────────────
