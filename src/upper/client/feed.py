@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -26,7 +27,7 @@ from upper.errors import TimedOut, Unreachable
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes asked of a socket at once
-LONGEST_WAIT = 1.0  # seconds; then somebody in another thread may have closed us
+LONGEST_WAIT = 60.0  # seconds
 CONNECT = 5.0  # seconds to open a connection
 
 
@@ -53,6 +54,9 @@ class Feed(Generic[T]):
         self._arrived: list[tuple[Node, bytes]] = []
         self._alone_since: float | None = None
         self._closed = False
+        self._inside: int | None = None  # the thread that waits in here
+        self._leave = threading.Event()
+        self._bell, self._bell_rope = socket.socketpair()
 
     # ── For the application ───────────────────────────────────────────────────────────────────────
 
@@ -62,9 +66,16 @@ class Feed(Generic[T]):
     def __next__(self) -> T:
         if self._closed:
             raise StopIteration
+        self._inside = threading.get_ident()
+        try:
+            return self._next()
+        finally:
+            self._inside = None
+
+    def _next(self) -> T:
         reader = self._reader
         reader.asked_on()
-        while True:
+        while not self._leave.is_set():
             item = reader.next(time.monotonic())
             if isinstance(item, Rollback):
                 return self._roll_back(item)
@@ -75,10 +86,12 @@ class Feed(Generic[T]):
                 if node in self._follower.wires:
                     reader.push(node, data, time.monotonic())
                 continue
-            if self._follower.done or self._closed:
-                self.close()
-                raise StopIteration
+            if self._follower.done:
+                break
             self._turn()
+        self._inside = None
+        self.close()
+        raise StopIteration
 
     @property
     def positions(self) -> Positions:
@@ -103,10 +116,19 @@ class Feed(Generic[T]):
         self._reader.save(time.monotonic())
 
     def close(self) -> None:
-        """Leave. What is acknowledged is saved; what was given out last and is not comes again next time."""
+        """Leave. What is acknowledged is saved; what was given out last and is not comes again next time.
+
+        Another thread may call this: whoever waits for the next item is then told that there is none.
+        """
+        self._leave.set()
         if self._closed:
             return
+        if self._inside not in (None, threading.get_ident()):
+            self._bell_rope.send(b"!")
+            return
         self._closed = True
+        self._bell.close()
+        self._bell_rope.close()
         for line in self._lines.values():
             line.socket.close()
         self._lines.clear()
@@ -176,20 +198,19 @@ class Feed(Generic[T]):
             self._unsent[node] = out
 
     def _wait(self, due: float | None) -> None:
+        if self._follower.done:
+            return
         times = [time.monotonic() + LONGEST_WAIT]
         times += [at for at in (due, self._follower.wakes_at()) if at is not None]
         wait = max(0.0, min(times) - time.monotonic())
-        if not self._lines:
-            if not self._follower.done:
-                time.sleep(wait)
-            return
         poll = select.poll()
-        numbers = {}
+        poll.register(self._bell, select.POLLIN)
+        numbers: dict[int, Node] = {}
         for node, line in self._lines.items():
             numbers[line.socket.fileno()] = node
             poll.register(line.socket, select.POLLIN | (select.POLLOUT if node in self._unsent else 0))
         for number, what in poll.poll(wait * 1000):
-            if what & ~select.POLLOUT:
+            if number in numbers and what & ~select.POLLOUT:
                 self._receive(numbers[number])
 
     def _receive(self, node: Node) -> None:
