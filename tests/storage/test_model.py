@@ -114,7 +114,6 @@ class BucketMachine(RuleBasedStateMachine):
             copy = self.model[number]
             copy.items = {}
             copy.high = copy.purged = copy.high + 1
-            copy.past = {0: {}}
             copy.note()
 
     @rule(number=partitions, state=st.sampled_from([State.ACTIVE, State.REPLICA]))
