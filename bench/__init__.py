@@ -2,7 +2,8 @@
 
 A group is a module with a function `rows(quick)` that yields `Row`s; `GROUPS` below is the list of them, one
 line each. What is compared is measured in the same run on the same machine, and the ratio is the result: a
-bare number from a busy machine says little. A group that lacks a package says so and is left out.
+bare number from a busy machine says little. A group that lacks a package or a program says so and is
+left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from typing import Final
 
 GROUPS: Final = {
     "kernel": "bench.kernel",
+    "storage": "bench.storage",
+    "node": "bench.node",
+    "client": "bench.client",
 }
+
+
+class Absent(Exception):
+    """A group cannot run here: a program that it needs is missing. Says which, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +37,19 @@ class Row:
     ratio: float | None = None  # how many times as good as `against`
     against: str = ""
     expected: str = ""  # ">= 5" and "<= 400" speak of the value, ">= 10x" of the ratio
+    plot: str = ""  # the plot in which `points` are a line
+    points: tuple[tuple[float, float], ...] = ()  # a curve of growth, or quantiles of a distribution
 
     @property
     def met(self) -> bool | None:
-        """Whether the expectation held; None without one."""
+        """Whether the expectation held; None without one, or where what it speaks of was absent."""
         if not self.expected:
             return None
         sign, bound = self.expected.split()
         measured = self.ratio if bound.endswith("x") else self.value
+        if measured is None:
+            return None
         limit = float(bound.rstrip("x"))
-        assert measured is not None, f"{self.name}: an expected ratio needs a ratio"
         return measured >= limit if sign == ">=" else measured <= limit
 
 

@@ -1,4 +1,9 @@
-"""Run groups of benchmarks, print a table with ratios, write JSON."""
+"""Run groups of benchmarks, print a table with ratios, write JSON.
+
+Each group has a process of its own, so that none inherits the memory or the threads of another, and one
+that crashes takes nothing with it: the others still run, and the exit code says that something broke. A
+number that falls short is printed as such and breaks nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +12,20 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from bench import GROUPS, Row
+from bench import GROUPS, Absent, Row
 from upper import kernel
 from upper.version import VERSION
+
+Results = list[dict[str, Any]]
 
 
 def number(value: float) -> str:
@@ -22,12 +33,54 @@ def number(value: float) -> str:
 
 
 def line(row: Row) -> str:
-    held = {None: "", True: f"{row.expected}", False: f"{row.expected}  MISSED"}[row.met]
-    ratio = "" if row.ratio is None else f"{row.ratio:.2f}x {row.against}"
-    return f"  {row.name:<44} {number(row.value):>10} {row.unit:<16} {ratio:<34} {held}".rstrip()
+    held = {None: "", True: row.expected, False: f"{row.expected}  MISSED"}[row.met]
+    ratio = row.against if row.ratio is None else f"{row.ratio:.2f}x {row.against}"
+    return f"  {row.name:<46} {number(row.value):>10} {row.unit:<16} {ratio:<34} {held}".rstrip()
 
 
-def main(arguments: list[str]) -> int:
+def run_here(name: str, *, quick: bool) -> Results:
+    """One group, in this process."""
+    start = time.monotonic()
+    results: Results = []
+    try:
+        group = importlib.import_module(GROUPS[name])
+        print(name, flush=True)
+        row: Row
+        for row in group.rows(quick):
+            print(line(row), flush=True)
+            results.append({"group": name, **asdict(row), "met": row.met})
+    except (ImportError, Absent) as missing:
+        print(f"{name}: left out, {missing}", file=sys.stderr)
+    print(f"  ({time.monotonic() - start:.1f} s)\n", flush=True)
+    return results
+
+
+def run_apart(name: str, *, quick: bool) -> Results | None:
+    """One group, in a process of its own; None when it crashed."""
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory) / "results.json"
+        command = [sys.executable, "-m", "bench", name, "--json", str(results)]
+        code = subprocess.run([*command, *(["--quick"] if quick else [])], check=False).returncode
+        if code != 0:
+            print(f"{name}: crashed with exit code {code}", file=sys.stderr)
+            return None
+        rows: Results = json.loads(results.read_text())["rows"]
+        return rows
+
+
+def about(*, quick: bool) -> dict[str, Any]:
+    """What a number depends on besides the code. No name and no date: two runs differ only in numbers."""
+    return {
+        "version": VERSION,
+        "kernel": kernel.NAME,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "quick": quick,
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"any of: {', '.join(GROUPS)} (all)")
     parser.add_argument("--quick", action="store_true", help="a few seconds a group, rougher numbers")
@@ -36,38 +89,30 @@ def main(arguments: list[str]) -> int:
     unknown = [name for name in options.groups if name not in GROUPS]
     if unknown:
         parser.error(f"no group {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    results: list[dict[str, object]] = []
-    missed = 0
-    for name in options.groups or GROUPS:
-        start = time.monotonic()
-        try:
-            group = importlib.import_module(GROUPS[name])
-        except ImportError as missing:
-            print(f"{name}: left out, {missing}; install upper[bench]", file=sys.stderr)
-            continue
-        print(f"{name}", flush=True)
-        row: Row
-        for row in group.rows(options.quick):
-            print(line(row), flush=True)
-            results.append({"group": name, **asdict(row), "met": row.met})
-            missed += row.met is False
-        print(f"  ({time.monotonic() - start:.1f} s)\n", flush=True)
+    names: list[str] = options.groups or list(GROUPS)
+    crashed: list[str] = []
+    results: Results = []
+    if len(names) == 1:
+        results = run_here(names[0], quick=options.quick)
+    else:
+        for name in names:
+            rows = run_apart(name, quick=options.quick)
+            if rows is None:
+                crashed.append(name)
+            else:
+                results += rows
     if options.json is not None:
-        about = {
-            "version": VERSION,
-            "kernel": kernel.NAME,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-            "quick": options.quick,
-        }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"about": about, "rows": results}, indent=1) + "\n")
-    if missed:
+        written = {"about": about(quick=options.quick), "rows": results}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if len(names) > 1:
+        met, missed = (sum(row["met"] is held for row in results) for held in (True, False))
         print(
-            f"{missed} of {len(results)} fell short of what is expected; other load on the machine may be why"
+            f"{len(results)} measured, {met} as expected, {missed} short"
+            f"{' (other load on the machine may be why)' if missed else ''}"
+            f"{', crashed: ' + ', '.join(crashed) if crashed else ''}"
         )
-    return 0
+    return 1 if crashed else 0
 
 
 if __name__ == "__main__":

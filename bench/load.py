@@ -1,0 +1,122 @@
+"""What the benchmarks of a node stand on: a load generator in C, nodes, and a peer.
+
+`loadgen.c` is built into `out/` when it is newer than its program. Nodes keep their data under `out/` too: a
+disk, where `/tmp` may be memory and would make every durable write look cheap.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.nodes import Node
+
+from bench import Absent
+
+HERE = Path(__file__).parent
+OUT = HERE.parent / "out"
+KERNELS = ("compiled", "plain")
+
+
+def program() -> Path:
+    """The load generator, built if need be."""
+    source, built = HERE / "loadgen.c", OUT / "loadgen"
+    if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:
+        compiler = shutil.which("cc")
+        if compiler is None:
+            raise Absent("the load generator needs a C compiler; install one, as `cc`")
+        OUT.mkdir(exist_ok=True)
+        subprocess.run([compiler, "-O2", "-pthread", "-o", str(built), str(source)], check=True)
+    return built
+
+
+def load(verb: str, port: int = 0, **options: float) -> dict[str, Any]:
+    """Run the load generator; options are its letters. The last line of what it prints."""
+    words = [word for letter, value in options.items() for word in (f"-{letter}", f"{value:g}")]
+    done = subprocess.run(
+        [str(program()), verb, "-p", str(port), *words],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise ChildProcessError(f"loadgen {verb} {' '.join(words)}: {done.stderr or done.stdout}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def cpu(pid: int) -> float:
+    """Seconds on a core that a process has had so far, its threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory on the disk of the project, gone afterwards."""
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT, prefix="bench-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@contextmanager
+def node(*options: str, partitions: int = 1024, kernel: str = "compiled") -> Iterator[Node]:
+    """A node on an empty directory."""
+    env = {"UPPER_KERNEL": "plain"} if kernel == "plain" else {}
+    with (
+        scratch() as directory,
+        Node(directory / "data", *options, partitions=partitions, env=env) as running,
+    ):
+        if running.ready["kernel"] != kernel:
+            raise Absent(f"the {kernel} kernel is not built; run `make kernel`")
+        yield running
+
+
+@contextmanager
+def memcached() -> Iterator[tuple[int, int] | None]:
+    """memcached with one thread: its port and process; None where it is not installed."""
+    found = shutil.which("memcached")
+    if found is None:
+        yield None
+        return
+    port = free_port()
+    user = ["-u", "root"] if os.geteuid() == 0 else []
+    process = subprocess.Popen(
+        [found, "-t", "1", "-m", "2048", "-l", "127.0.0.1", "-p", str(port), "-U", "0", *user]
+    )
+    try:
+        wait_for(port)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for(port: int, *, within: float = 10.0) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

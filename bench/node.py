@@ -1,0 +1,201 @@
+"""A node against memcached with one thread, which promises nothing, and against bare sockets.
+
+16-byte keys, 100-byte values, 8 connections with 100 requests under way on each, a load generator in C. What
+is compared takes turns in the same run, and the best turn of each counts. Times on a core are those of the
+node's process alone, and say more than rates do where the load generator shares the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from bench import Row
+from bench.load import KERNELS, cpu, load, memcached, node
+
+CONNECTIONS, DEPTH = 8, 100
+STREAM_PARTITIONS = 64
+
+
+class Turn(NamedTuple):
+    """What one run of requests gave: how many a second, and what each cost its server."""
+
+    per_second: float
+    cpu: float  # microseconds on a core, a request
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    yield from requests(quick)
+    yield from latency(quick)
+    yield from backfill(quick)
+    yield from live(quick)
+    yield from starts()
+
+
+# ── Requests ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def requests(quick: bool) -> Iterator[Row]:
+    """SETs and GETs of the same keys: memcached and both kernels, in turns."""
+    each, turns = (10_000, 1) if quick else (60_000, 4)
+    best: dict[tuple[str, str], Turn] = {}
+    with memcached() as peer, node() as fast, node(kernel="plain") as plain:
+        servers = {"compiled": (fast.port, fast.pid), "plain": (plain.port, plain.pid)}
+        if peer is not None:
+            servers["memcached"] = peer
+        for _ in range(turns):
+            for verb in ("write", "read"):
+                for name, (port, pid) in servers.items():
+                    turn = ask(verb, port, pid, each)
+                    best[verb, name] = max(turn, best.get((verb, name), turn))
+    for verb, label, least in (("write", "durable SET", ">= 0.6x"), ("read", "GET", ">= 1.0x")):
+        yield from against(label, {name: best.get((verb, name)) for name in (*KERNELS, "memcached")}, least)
+
+
+def ask(verb: str, port: int, pid: int, each: int) -> Turn:
+    before = cpu(pid)
+    done = load(verb, port, c=CONNECTIONS, d=DEPTH, n=each)
+    return Turn(done["per_second"], (cpu(pid) - before) / done["requests"] * 1e6)
+
+
+def against(label: str, turns: dict[str, Turn | None], least: str) -> Iterator[Row]:
+    fast, plain, peer = turns["compiled"], turns["plain"], turns["memcached"]
+    assert fast is not None
+    assert plain is not None
+    yield Row(
+        name=f"{label}, pipelined",
+        value=fast.per_second,
+        unit="a second",
+        ratio=fast.per_second / peer.per_second if peer else None,
+        against="memcached -t 1" if peer else "memcached is absent",
+        expected=least,
+    )
+    yield Row(
+        name=f"{label}, the node's time on a core",
+        value=fast.cpu,
+        unit="us a request",
+        ratio=peer.cpu / fast.cpu if peer else None,
+        against="memcached -t 1" if peer else "memcached is absent",
+    )
+    yield Row(
+        name=f"{label}, pipelined, plain kernel",
+        value=plain.per_second,
+        unit="a second",
+        ratio=plain.per_second / fast.per_second,
+        against="compiled",
+        expected=">= 0.33x",
+    )
+
+
+# ── Latency ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def quantiles(
+    name: str, found: dict[str, float], plot: str, expected: dict[str, str] | None = None
+) -> Iterator[Row]:
+    """p50, p99 and p99.9 in milliseconds, a row each; the first carries the line of the plot."""
+    points = tuple(
+        (q, found[key] * 1e3) for q, key in ((50, "p50"), (90, "p90"), (99, "p99"), (99.9, "p999"))
+    )
+    for label, key in (("p50", "p50"), ("p99", "p99"), ("p99.9", "p999")):
+        yield Row(
+            name=f"{name}, {label}",
+            value=found[key] * 1e3,
+            unit="ms",
+            expected=(expected or {}).get(label, ""),
+            plot=plot if key == "p50" else "",
+            points=points if key == "p50" else (),
+        )
+
+
+def latency(quick: bool) -> Iterator[Row]:
+    """A durable SET answered: one at a time, and from 64 connections at a calm rate."""
+    count = 300 if quick else 3_000
+    with node() as server:
+        load("write", server.port, c=8, d=100, n=500)  # warm
+        alone = load("write", server.port, c=1, d=1, n=count)
+        yield from quantiles("durable SET, one at a time", alone["latency"], "latency")
+        crowd = load("write", server.port, c=64, d=1, n=count // 4, r=5_000)
+        yield from quantiles("durable SET, 64 connections, 5,000 a second", crowd["latency"], "latency")
+
+
+# ── Streams ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def backfill(quick: bool) -> Iterator[Row]:
+    """Everything, to a client that only reads; raw loopback moves bytes that nobody looks at."""
+    items = 100_000 if quick else 1_000_000
+    loopback = max(load("loopback", n=500 if quick else 3_000)["bytes_per_second"] for _ in range(2))
+    found: dict[str, dict[str, Any]] = {}
+    for kernel in KERNELS:
+        with node(partitions=STREAM_PARTITIONS, kernel=kernel) as server:
+            load("write", server.port, c=8, d=100, n=items // 8, V=STREAM_PARTITIONS)
+            turns = [load("drain", server.port, V=STREAM_PARTITIONS, n=1) for _ in range(2 if quick else 5)]
+            found[kernel] = max(turns, key=lambda turn: turn["items_per_second"])
+            assert found[kernel]["items"] == items, "the backfill was not whole"
+    fast, plain = found["compiled"], found["plain"]
+    yield Row(
+        name=f"backfill of {items:,} items",
+        value=fast["items_per_second"] / 1e6,
+        unit="M items/s",
+        ratio=fast["items_per_second"] / 0.1e6,
+        against="Couchbase 3.1.5, as measured once",
+        expected=">= 2",
+    )
+    yield Row(
+        name="  the same, in bytes",
+        value=fast["bytes_per_second"] / 1e6,
+        unit="MB/s",
+        ratio=fast["bytes_per_second"] / loopback,
+        against="raw loopback",
+        expected=">= 0.25x",
+    )
+    yield Row(
+        name="  the same, plain kernel",
+        value=plain["items_per_second"] / 1e6,
+        unit="M items/s",
+        ratio=plain["items_per_second"] / fast["items_per_second"],
+        against="compiled",
+        expected=">= 0.33x",
+    )
+
+
+def live(quick: bool) -> Iterator[Row]:
+    """At 50,000 durable writes a second: how long after its response a change reaches a follower."""
+    rate = 50_000
+    each = rate // CONNECTIONS * (1 if quick else 5)
+    for kernel in KERNELS:
+        costs: dict[int, float] = {}
+        for followers in (1, 10):
+            with node(kernel=kernel) as server:
+                load("write", server.port, c=8, d=100, n=500)  # warm
+                before = cpu(server.pid)
+                done = load("live", server.port, c=CONNECTIONS, d=DEPTH, n=each, r=rate, f=followers, b=10**9)
+                costs[followers] = cpu(server.pid) - before
+            name = f"live, {followers} {'consumer' if followers == 1 else 'consumers'}"
+            if kernel == "compiled":
+                yield Row(name=f"{name}, writes", value=done["per_second"], unit="a second")
+                expected = {"p99": "<= 10"} if followers == 1 else {}
+                yield from quantiles(f"{name}, behind the response", done["behind"], "latency", expected)
+        yield Row(
+            name=f"live, ten consumers, {kernel} kernel",
+            value=costs[10] / (each * CONNECTIONS) * 1e6,
+            unit="us a change",
+            ratio=costs[10] / costs[1],
+            against="one, in time on a core",
+            expected="<= 3x",
+        )
+
+
+def starts() -> Iterator[Row]:
+    """A stream of every partition, asked for at once on one connection, until each has begun."""
+    for kernel in KERNELS:
+        with node(kernel=kernel) as server:
+            load("write", server.port, c=8, d=100, n=1_000)
+            best = min(load("start", server.port)["seconds"] for _ in range(5))
+        yield Row(
+            name=f"start of 1,024 streams, {kernel} kernel",
+            value=best * 1e3,
+            unit="ms",
+            expected="<= 100" if kernel == "compiled" else "<= 300",
+        )
