@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -31,12 +32,14 @@ class Node:
         partitions: int = 16,
         port: int = 0,
         env: dict[str, str] | None = None,
+        file_limit: int | None = None,
     ) -> None:
         self.data = data
         self.options = options
         self.partitions = partitions
         self.port = port
         self.env = env or {}
+        self.file_limit = file_limit  # bytes; the disk refuses to make any file larger
         self.ready: dict[str, object] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -48,7 +51,11 @@ class Node:
         assert self._process is None, "the node is running"
         self._log = (self.data.parent / f"{self.data.name}.log").open("ab")
         self._process = subprocess.Popen(
-            self._command(), stdout=subprocess.PIPE, stderr=self._log, env={**os.environ, **self.env}
+            self._command(),
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**os.environ, **self.env},
+            preexec_fn=None if self.file_limit is None else self._limit,
         )
         line = self._first_line(time.monotonic() + within)
         self.ready = json.loads(line)
@@ -126,6 +133,10 @@ class Node:
             *(sys.executable, "-m", "upper", "serve", "--json", "--data", str(self.data)),
             *("--port", str(self.port), "--partitions", str(self.partitions), *self.options),
         )
+
+    def _limit(self) -> None:
+        assert self.file_limit is not None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_limit, self.file_limit))
 
     def _first_line(self, deadline: float) -> bytes:
         assert self._process is not None

@@ -77,17 +77,19 @@ class Controls:
         self._accepted = frozenset(parse_partitions(text)) if text.strip() else None
 
 
-SETTINGS: Mapping[str, Callable[[Controls, str], None]] = {
-    "connection_buffer_size": Controls._window,
-    "enable_noop": Controls._noop,
-    "set_noop_interval": Controls._interval,
-    "name": Controls._name,
-    "filter.key.prefix": Controls._prefix,
-    "filter.key.pattern": Controls._pattern,
-    "filter.value": Controls._value,
-    "filter.operations": Controls._operations,
-    "accept.vbuckets": Controls._accept,
+_TABLE: Mapping[str, tuple[Callable[[Controls, str], None], str]] = {
+    "connection_buffer_size": (Controls._window, "bytes that may be unacknowledged; 0 = any number"),
+    "enable_noop": (Controls._noop, "true: the node asks a silent consumer whether it is there"),
+    "set_noop_interval": (Controls._interval, "seconds of silence before it asks; after two it closes"),
+    "name": (Controls._name, "what the consumer is called in statistics"),
+    "filter.key.prefix": (Controls._prefix, "only keys that begin with this"),
+    "filter.key.pattern": (Controls._pattern, "only keys in which this RE2 pattern is found"),
+    "filter.value": (Controls._value, 'only values for which this holds, such as `$.type == "order"`'),
+    "filter.operations": (Controls._operations, "any of mutation, deletion, expiration, with commas"),
+    "accept.vbuckets": (Controls._accept, "refuse streams of other partitions, such as `0-15,99`"),
 }
+SETTINGS = {name: setter for name, (setter, _) in _TABLE.items()}
+ABOUT = {name: about for name, (_, about) in _TABLE.items()}
 
 
 def parse_partitions(text: str) -> set[int]:

@@ -152,7 +152,7 @@ def select_bucket(call: Call) -> Reply:
     return Reply()
 
 
-@handles(Opcode.GET_CLUSTER_CONFIG, key=None, value=None)
+@handles(Opcode.GET_CLUSTER_CONFIG, extras=(0, 16), key=None, value=None)
 def cluster_config(call: Call) -> Reply:
     return Reply(value=call.node.cluster_map(), data_type=_json(call))
 
