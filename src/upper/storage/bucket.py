@@ -115,6 +115,7 @@ class Bucket:
             )
             for number in range(identity.partitions)
         ]
+        self._by_number = {int(store.id).to_bytes(2, "big"): store for store in self.partitions}
         self.table: list[PartitionStore | None] = [None] * identity.partitions
         self.pending: list[bytes] = []
         self.facts_pending = False  # some of them are facts that streams do not carry
@@ -368,11 +369,9 @@ class Bucket:
         if self.rewriter.stalls and not now:
             return  # the rewriter kicks when it has made room
         handed, self.pending = self.pending, []
-        reached = [
-            (store, store.high, store.epoch)
-            for store in map(self.partitions.__getitem__, records.partitions_in(handed))
-        ]
-        for store, _, _ in reached:
+        reached = []
+        for store in map(self._by_number.__getitem__, {record[6:8] for record in handed}):
+            reached.append((store, store.high, store.epoch))
             store.last_batch = self.ticket
             if store.first_batch is None:
                 store.first_batch = self.ticket
@@ -422,7 +421,7 @@ class Bucket:
             self._unweighed += outcome.size
             if self.settings.memory_quota is not None and outcome.file is not None:
                 self._move_out(outcome.batch, outcome.file, outcome.offset)
-            if self._unweighed > max(MIB // 16, self.live // 64):
+            if self._unweighed > max(MIB // 16, self.live // 16):
                 self.weigh()
             self.rewriter.written(outcome.size)
             if self.settings.durability is Durability.DISK:

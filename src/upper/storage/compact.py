@@ -40,9 +40,10 @@ class Section:
 
     store: PartitionStore
     epoch: int
-    entries: list[tuple[bytes, kernel.Entry]]
+    entries: list[kernel.Entry]
     facts: records.Facts
     rest: bytes  # state, failover log and unfinished snapshot, as packets
+    evicted: bool  # some of the entries are locations
     move_out: int = 0  # bytes of values, oldest first, that shall leave memory
     # What writing found out:
     purged: int = 0
@@ -74,10 +75,10 @@ class Pack:
 
 def take_down(store: PartitionStore, *, move_out: int = 0) -> Section:
     """One partition as it stands in memory now."""
-    entries = list(store.items.items())
+    entries = list(store.items.values())
     counts = (len(entries), store.tombstones, store.size)
     facts = records.Facts(store.high, store.purged, store.complete, *counts)
-    return Section(store, store.epoch, entries, facts, store.facts(), move_out)
+    return Section(store, store.epoch, entries, facts, store.facts(), bool(store.evicted), move_out)
 
 
 def pins(files: Files, sections: list[Section]) -> list[File]:
@@ -85,8 +86,8 @@ def pins(files: Files, sections: list[Section]) -> list[File]:
     return files.pin(
         entry
         for section in sections
-        if section.store.evicted
-        for _, entry in section.entries
+        if section.evicted
+        for entry in section.entries
         if isinstance(entry, int)
     )
 
@@ -176,21 +177,20 @@ def _payloads(pack: Pack, section: Section, files: Files) -> Iterator[bytes]:
         size=section.facts.size - sum(len(tombstone) for _, tombstone in section.forgotten),
     )
     yield records.facts(section.store.id, facts) + section.rest
-    if not section.move_out and not any(isinstance(entry, int) for _, entry in entries):
-        yield from _plain_payloads(entries)
+    if not section.move_out and not section.evicted:
+        # All in memory, and there it stays: nothing to note, and joining is all there is to do.
+        step = max(1, FRAME_SIZE * len(entries) // max(1, facts.size))
+        for start in range(0, len(entries), step):
+            yield b"".join(entries[start : start + step])  # type: ignore[arg-type]
         return
     payload: list[bytes] = []
     filled, out = 0, section.move_out
-    for key, entry in entries:
-        offset = pack.size + FRAME_HEADER + filled
-        if isinstance(entry, bytes):
-            record = entry
-            if out > 0 and record[1] == records.MUTATION:
-                out -= len(record)
-                section.moved.append((key, entry, offset))
-        else:
-            record = files.fetch(entry)
-            section.moved.append((key, entry, offset))
+    for entry in entries:
+        record = entry if isinstance(entry, bytes) else files.fetch(entry)
+        leaves = out > 0 and record[1] == records.MUTATION
+        if leaves or record is not entry:
+            section.moved.append((records.key_of(record), entry, pack.size + FRAME_HEADER + filled))
+            out -= len(record)
         payload.append(record)
         filled += len(record)
         if filled >= FRAME_SIZE:
@@ -200,31 +200,17 @@ def _payloads(pack: Pack, section: Section, files: Files) -> Iterator[bytes]:
         yield b"".join(payload)
 
 
-def _plain_payloads(entries: list[tuple[bytes, kernel.Entry]]) -> Iterator[bytes]:
-    """The same for what is all in memory and stays there: nothing to note."""
-    size = sum(len(entry) for _, entry in entries if isinstance(entry, bytes))
-    step = max(1, FRAME_SIZE * len(entries) // max(1, size))
-    for start in range(0, len(entries), step):
-        yield b"".join([entry for _, entry in entries[start : start + step] if isinstance(entry, bytes)])
-
-
-def _kept(section: Section, purge_before: int) -> list[tuple[bytes, kernel.Entry]]:
+def _kept(section: Section, purge_before: int) -> list[kernel.Entry]:
     """What goes into the file. Tombstones that are old enough do not; the newest entry always does."""
     section.purged = section.facts.purged
     if not purge_before or not section.facts.tombstones:
         return section.entries
     limit = purge_before.to_bytes(8, "big")
-    kept: list[tuple[bytes, kernel.Entry]] = []
-    newest = len(section.entries) - 1
-    for index, (key, entry) in enumerate(section.entries):
-        if (
-            isinstance(entry, bytes)
-            and entry[1] != records.MUTATION
-            and entry[16:24] < limit
-            and index != newest
-        ):
-            section.forgotten.append((key, entry))
+    kept: list[kernel.Entry] = []
+    for entry in section.entries[:-1]:
+        if isinstance(entry, bytes) and entry[1] != records.MUTATION and entry[16:24] < limit:
+            section.forgotten.append((records.key_of(entry), entry))
             section.purged = max(section.purged, records.seqno_of(entry))
         else:
-            kept.append((key, entry))
-    return kept
+            kept.append(entry)
+    return kept + section.entries[-1:]
