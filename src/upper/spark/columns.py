@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
@@ -99,16 +99,6 @@ class Shape:
             kind = f"struct<{schema}>" if form == "json" else form
             text = text.replace(f" {name} binary", f" {name} {kind}")
         return text
-
-    def schema(self) -> pa.Schema:
-        """The columns in Arrow. Spark's own parser reads the DDL, so this needs PySpark."""
-        if self == Shape():
-            return change_schema()
-        from pyspark.sql.pandas.types import to_arrow_schema
-        from pyspark.sql.types import StructType
-
-        made = to_arrow_schema(cast(StructType, StructType.fromDDL(self.columns)), timezone="UTC")
-        return cast(pa.Schema, made)
 
     def apply(self, batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         """The batch in this shape; what is not text, or not JSON of that schema, becomes null."""

@@ -21,10 +21,11 @@ from upper.apps.lake.plan import shared_until, shares
 from upper.apps.lake.replay import by_partition, differing_keys, digest, fold, ordered
 from upper.apps.lake.schema import BATCH, CHANGES, LATEST, Layout, file_schema
 from upper.apps.lake.stand import Stand
-from upper.apps.lake.work import Runner, settle
+from upper.apps.lake.work import Runner
 from upper.model.values import Partition, Seqno
 from upper.spark.columns import FLUSH
 from upper.spark.feed import Feed, Outlook
+from upper.spark.worker import settle
 
 SHOWN = 10  # keys of a partition that are named
 

@@ -6,7 +6,6 @@ files and commits nothing, so that doing it twice, or dying half way, changes no
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from upper.client.positions import Known
 from upper.model.values import MAX_SEQNO, Partition, Seqno
 from upper.spark.columns import signed
 from upper.spark.feed import Feed
+from upper.spark.worker import settle
 
 MEMORY = 192 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
 
@@ -280,16 +280,6 @@ def by_group(rows: pa.Table, layout: Layout) -> Iterator[tuple[int, pa.Table]]:
     for start, end in pairwise(edges):
         if end > start:
             yield int(groups[start]), rows.slice(start, end - start)
-
-
-def settle() -> None:
-    """Once in each worker: what was imported stays, so a collection need not look at it again.
-
-    Spark collects garbage after every task. Over all that PySpark and pyarrow import that takes tens of
-    milliseconds, which is most of a small batch; over what a task really made it takes three.
-    """
-    if not gc.get_freeze_count():
-        gc.freeze()
 
 
 def _reach(rows: pa.Table, seqno: Seqno) -> int:
