@@ -235,11 +235,17 @@ def test_without_bounds_a_claim_inside_a_snapshot_holds_on_the_same_branch_only(
 
 def test_without_bounds_knowing_the_log_saves_the_detour() -> None:
     for versions, expected in (
-        ((V_OLD,), (Ask(inside(9, 7, NO_END)),)),
+        ((V_OLD,), (Ask(inside(9, 7, NO_END)),)),  # it ends on this branch, wherever that is
         ((V_NEW, V_OLD), (GoBack(at(7)), Ask(at(7)))),
     ):
         stream = ConsumerStream(trail(7), inside=inside(9, 7, NO_END))
-        assert stream.ask_knowing(FailoverLog(versions)) == expected
+        assert stream.ask_knowing(FailoverLog(versions), high=Seqno(500)) == expected
+
+
+def test_knowing_that_a_producer_is_behind_us_saves_the_detour_too() -> None:
+    stream = ConsumerStream(trail(300, 418, 434))
+    effects = stream.ask_knowing(FailoverLog((V_OLD,)), high=Seqno(426))
+    assert effects == (GoBack(at(418)), Ask(at(418)))
 
 
 def test_who_is_made_active_is_consistent() -> None:
@@ -248,6 +254,16 @@ def test_who_is_made_active_is_consistent() -> None:
     stream.accepted((V_OLD,))
     effects = stream.on(SetState(partition=P, state=State.ACTIVE))
     assert effects == (Reached(at(9)), TakeState(State.ACTIVE))
+
+
+def test_who_is_made_anything_else_or_is_inside_a_snapshot_is_not() -> None:
+    stream = ConsumerStream(trail(7), inside=inside(9, 7, NO_END))
+    stream.ask()
+    stream.accepted((V_OLD,))
+    assert stream.on(SetState(partition=P, state=State.PENDING)) == (TakeState(State.PENDING),)
+    stream.on(marker())
+    assert stream.on(SetState(partition=P, state=State.ACTIVE)) == (TakeState(State.ACTIVE),)
+    assert stream.position == at(7)
 
 
 # ── What is refused ───────────────────────────────────────────────────────────────────────────────
@@ -291,6 +307,24 @@ def test_a_flush_inside_a_snapshot_is_refused() -> None:
     stream.on(change(8))
     with pytest.raises(RemoteProtocolError):
         stream.on(Flush(partition=P))
+
+
+def test_a_flush_before_the_known_end_of_a_snapshot_is_refused_and_one_that_may_be_its_end_is_not() -> None:
+    for end, bounds in ((12, True), (NO_END, False)):
+        stream = ConsumerStream(trail(7), inside=inside(9, 7, end), bounds=bounds)
+        stream.ask()
+        stream.accepted((V_OLD,))
+        if bounds:
+            with pytest.raises(RemoteProtocolError, match="inside a snapshot"):
+                stream.on(Flush(partition=P))
+        else:
+            assert stream.on(Flush(partition=P)) == (Clear(Seqno(10)), Reached(at(10)))
+
+
+def test_an_empty_snapshot_where_we_stand_is_not_refused() -> None:
+    stream = streaming(7, bounds=True)
+    assert stream.on(marker(7, 7)) == NOTHING
+    assert stream.position == at(7)
 
 
 def test_a_marker_without_the_bounds_of_its_dialect_is_refused() -> None:

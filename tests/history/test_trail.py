@@ -83,3 +83,12 @@ def test_a_million_snapshots_leave_a_handful_of_places() -> None:
     for end in range(1, 1_000_001):
         trail.reached(Seqno(end))
     assert len(thinned(trail.ends)) <= 2 * 20 + 2
+
+
+def test_places_are_thinned_when_there_are_many_and_not_before() -> None:
+    trail = Trail(LOG)
+    for end in range(1, 1000):
+        trail.reached(Seqno(end))
+        assert len(trail.ends) < THIN_AT
+        if end < THIN_AT:
+            assert len(trail.ends) == end
