@@ -36,54 +36,57 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def requests(quick: bool) -> Iterator[Row]:
-    """SETs and GETs of the same keys: memcached and both kernels, in turns."""
-    each, turns = (10_000, 1) if quick else (60_000, 4)
+    """SETs of new keys, SETs of known ones and GETs: memcached and both kernels, in turns."""
+    each, turns = (5_000, 1) if quick else (30_000, 4)
     best: dict[tuple[str, str], Turn] = {}
     with memcached() as peer, node() as fast, node(kernel="plain") as plain:
         servers = {"compiled": (fast.port, fast.pid), "plain": (plain.port, plain.pid)}
         if peer is not None:
             servers["memcached"] = peer
-        for _ in range(turns):
-            for verb in ("write", "read"):
+        for number in range(turns):
+            for what, verb, base in (
+                ("new", "write", number * 10**7),
+                ("known", "write", 0),
+                ("get", "read", 0),
+            ):
                 for name, (port, pid) in servers.items():
-                    turn = ask(verb, port, pid, each)
-                    best[verb, name] = max(turn, best.get((verb, name), turn))
-    for verb, label, least in (("write", "durable SET", ">= 0.6x"), ("read", "GET", ">= 1.0x")):
-        yield from against(label, {name: best.get((verb, name)) for name in (*KERNELS, "memcached")}, least)
+                    turn = ask(verb, port, pid, each, base)
+                    best[what, name] = max(turn, best.get((what, name), turn))
+    for what, label, least in (
+        ("new", "durable SET of new keys", 0.6),
+        ("known", "durable SET of known keys", 0.6),
+        ("get", "GET", 1.0),
+    ):
+        yield from against(label, {name: best.get((what, name)) for name in (*KERNELS, "memcached")}, least)
 
 
-def ask(verb: str, port: int, pid: int, each: int) -> Turn:
+def ask(verb: str, port: int, pid: int, each: int, base: int) -> Turn:
     before = cpu(pid)
-    done = load(verb, port, c=CONNECTIONS, d=DEPTH, n=each)
+    done = load(verb, port, c=CONNECTIONS, d=DEPTH, n=each, b=base)
     return Turn(done["per_second"], (cpu(pid) - before) / done["requests"] * 1e6)
 
 
-def against(label: str, turns: dict[str, Turn | None], least: str) -> Iterator[Row]:
+def against(label: str, turns: dict[str, Turn | None], least: float) -> Iterator[Row]:
+    """Both kernels against memcached; without the compiled one a third of the rate is asked."""
     fast, plain, peer = turns["compiled"], turns["plain"], turns["memcached"]
     assert fast is not None
     assert plain is not None
+    other = "memcached -t 1" if peer else "memcached is absent"
+    for kernel, turn, bound in (("", fast, least), (", plain kernel", plain, least / 3)):
+        yield Row(
+            name=f"{label}{kernel}",
+            value=turn.per_second,
+            unit="a second",
+            ratio=turn.per_second / peer.per_second if peer else None,
+            against=other,
+            expected=f">= {bound:.2g}x",
+        )
     yield Row(
-        name=f"{label}, pipelined",
-        value=fast.per_second,
-        unit="a second",
-        ratio=fast.per_second / peer.per_second if peer else None,
-        against="memcached -t 1" if peer else "memcached is absent",
-        expected=least,
-    )
-    yield Row(
-        name=f"{label}, the node's time on a core",
+        name=f"{label}, time on a core",
         value=fast.cpu,
         unit="us a request",
         ratio=peer.cpu / fast.cpu if peer else None,
-        against="memcached -t 1" if peer else "memcached is absent",
-    )
-    yield Row(
-        name=f"{label}, pipelined, plain kernel",
-        value=plain.per_second,
-        unit="a second",
-        ratio=plain.per_second / fast.per_second,
-        against="compiled",
-        expected=">= 0.33x",
+        against=other,
     )
 
 
@@ -156,7 +159,7 @@ def backfill(quick: bool) -> Iterator[Row]:
         unit="M items/s",
         ratio=plain["items_per_second"] / fast["items_per_second"],
         against="compiled",
-        expected=">= 0.33x",
+        expected=">= 0.67",
     )
 
 
