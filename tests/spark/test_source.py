@@ -249,24 +249,25 @@ def test_what_is_written_twice_is_there_once(spark: SparkSession, node: Node, tm
 
 
 def test_a_stream_into_another_bucket_makes_it_equal(spark: SparkSession, node: Node, tmp_path: Path) -> None:
-    with Node(tmp_path / "other", partitions=16) as other, upper.connect(node.url) as bucket:
-        with upper.connect(other.url) as copy:
-            bucket.set_many({f"k{i}": b"%d" % i for i in range(300)})
-            bucket.delete_many([f"k{i}" for i in range(0, 300, 5)])
-            for _ in range(2):  # the second time from the beginning again, into a bucket that has it all
-                query = (
-                    stream(spark, node)
-                    .writeStream.format("upr")
-                    .options(
-                        url=other.url, mode="meta", checkpointLocation=str(tmp_path / f"copy{time.time()}")
-                    )
-                    .trigger(availableNow=True)
-                    .start()
-                )
-                assert query.awaitTermination(60)
-            assert held(copy) == held(bucket)
-            assert copy.get("k7").cas == bucket.get("k7").cas
-            assert sum(copy.seqnos().values()) == 300
+    with (
+        Node(tmp_path / "other", partitions=16) as other,
+        upper.connect(node.url) as bucket,
+        upper.connect(other.url) as copy,
+    ):
+        bucket.set_many({f"k{i}": b"%d" % i for i in range(300)})
+        bucket.delete_many([f"k{i}" for i in range(0, 300, 5)])
+        for _ in range(2):  # the second time from the beginning again, into a bucket that has it all
+            query = (
+                stream(spark, node)
+                .writeStream.format("upr")
+                .options(url=other.url, mode="meta", checkpointLocation=str(tmp_path / f"copy{time.time()}"))
+                .trigger(availableNow=True)
+                .start()
+            )
+            assert query.awaitTermination(60)
+        assert held(copy) == held(bucket)
+        assert copy.get("k7").cas == bucket.get("k7").cas
+        assert sum(copy.seqnos().values()) == 300
 
 
 def held(bucket: Bucket) -> dict[bytes, bytes]:

@@ -39,6 +39,8 @@ class Wanted:
     key_prefix: str | bytes | None = None
     operations: Sequence[str] | None = None
     whole_snapshots: bool = False
+    # Not to wait for `until` where the history, seen when the stream opens, does not reach so far (any more).
+    at_most_now: bool = False
     on_rollback: OnRollback = None
     acknowledge: Literal["automatic", "manual"] = "automatic"
     checkpoint_every: float = 1.0  # seconds between two saves, at least
@@ -85,6 +87,8 @@ def plan(
         flags |= StreamFlag.KEYS_ONLY
     if wanted.whole_snapshots:
         flags |= StreamFlag.WHOLE_SNAPSHOTS
+    if wanted.at_most_now:
+        flags |= StreamFlag.UNTIL_NOW
     filtered = bool(wanted.key_prefix) or wanted.operations is not None
     lanes = [
         Lane(

@@ -147,6 +147,7 @@ class BucketReading:
                 until=self._ends,
                 partitions=list(self._starts),
                 whole_snapshots=self._whole,
+                at_most_now=True,  # a failover since the planning may have left less than was planned
                 on_rollback="continue",
                 name=feed.name,
                 patience=feed.patience,
