@@ -25,7 +25,7 @@ MUTATION, FLUSH = 0x56, 0x59
 class Line:
     """What the live streams of one partition share."""
 
-    __slots__ = ("_frame", "bytes", "items", "reached", "store", "streams", "waiting")
+    __slots__ = ("bytes", "frame", "items", "reached", "store", "streams", "waiting")
 
     def __init__(self, store: PartitionStore) -> None:
         self.store = store
@@ -33,31 +33,70 @@ class Line:
         self.items = self.bytes = 0
         self.streams: dict[Stream, Follower] = {}  # all that are open, in step or not
         self.waiting: dict[Stream, Follower] = {}  # those with a snapshot in hand that is not durable yet
-        self._frame = (IN_UPR.snapshot_start(store.id, 0), IN_UPR.snapshot_end(store.id, 0))
+        # What stands around the records of a commit, opaque still to be filled in.
+        self.frame = (IN_UPR.snapshot_start(store.id, 0), IN_UPR.snapshot_end(store.id, 0))
 
-    def framed(self, records: list[bytes]) -> list[bytes]:
-        """The records of one commit as a snapshot, opaque still to be filled in."""
-        start, end = self._frame
-        return [start, *kernel.latest(records), end]
+
+class Choir:
+    """The streams in step of a connection: which partitions, under which opaques.
+
+    Connections that follow the same partitions under the same opaques are one choir, and hear the same bytes.
+    """
+
+    __slots__ = ("slots",)
+
+    def __init__(self, slots: frozenset[int]) -> None:
+        self.slots = {slot >> 32: slot for slot in slots}
 
 
 class Batch:
     """One commit, cut by partition."""
 
-    __slots__ = ("blobs", "framed", "groups", "lines")
+    __slots__ = ("_blobs", "_spoken", "counted", "groups", "lines")
 
     def __init__(self, groups: dict[int, list[bytes]], lines: list[Line]) -> None:
         self.groups, self.lines = groups, lines
-        self.blobs: dict[int, bytes] = {}  # by slot: partition and opaque
-        self.framed: dict[int, list[bytes]] = {}  # by partition, where a stream in step wanted it
+        self.counted: dict[
+            int, tuple[int, int]
+        ] = {}  # by partition: items and bytes that streams in step got
+        self._blobs: dict[int, bytes] = {}  # by slot: partition and opaque
+        self._spoken: dict[Choir, bytes] = {}
 
-    def blob(self, slot: int) -> bytes:
-        """The commit as bytes for the streams of this slot; made once."""
-        partition = slot >> 32
-        framed = self.framed.get(partition)
-        if framed is None:
-            framed = self.framed[partition] = self.lines[partition].framed(self.groups[partition])
-        made = self.blobs[slot] = kernel.join(framed, slot & 0xFFFFFFFF)
+    def spoken(self, choir: Choir) -> bytes:
+        """The commit as bytes for a connection with these streams in step; made once for all of them."""
+        made = self._spoken.get(choir)
+        if made is None:
+            parts, slots, blobs = [], choir.slots, self._blobs
+            for partition, records in self.groups.items():
+                slot = slots.get(partition)
+                if slot is not None:
+                    parts.append(blobs.get(slot) or self._blob(slot, partition, records))
+            made = self._spoken[choir] = b"".join(parts)
+        return made
+
+    def _blob(self, slot: int, partition: int, records: list[bytes]) -> bytes:
+        opaque = slot & 0xFFFFFFFF
+        start, end = self.lines[partition].frame
+        if len(records) == 1:
+            record, number = records[0], opaque.to_bytes(4, "big")
+            pieces = (
+                start[:12],
+                number,
+                start[16:],
+                record[:12],
+                number,
+                record[16:],
+                end[:12],
+                number,
+                end[16:],
+            )
+            made = b"".join(pieces)
+            self.counted[partition] = (1, len(made))
+        else:
+            framed = [start, *kernel.latest(records), end]
+            made = kernel.join(framed, opaque)
+            self.counted[partition] = (len(framed) - 2, len(made))
+        self._blobs[slot] = made
         return made
 
 
@@ -98,6 +137,7 @@ class Hub:
     def __init__(self, bucket: Bucket) -> None:
         self.lines = [Line(store) for store in bucket.partitions]
         self.followers: dict[Follower, None] = {}
+        self._choirs: dict[frozenset[int], Choir] = {}
         self._after: list[tuple[int, Callable[[], None]]] = []
         self.commits = self.changes = 0
 
@@ -112,16 +152,16 @@ class Hub:
         if groups:
             for follower in tuple(self.followers):
                 follower.feed(batch)
-        for partition, framed in batch.framed.items():
+        for partition, (items, size) in batch.counted.items():
             line = self.lines[partition]
-            line.items += len(framed) - 2
-            line.bytes += sum(map(len, framed))
+            line.items += items
+            line.bytes += size
         for partition, records in groups.items():
             line = self.lines[partition]
-            last = seqno_of(records[-1])
             if line.waiting:
-                self._tell(line, [Run(line.reached + 1, last, records)], only=line.waiting)
-            line.reached = last
+                run = Run(line.reached + 1, seqno_of(records[-1]), records)
+                self._tell(line, [run], only=line.waiting)
+            line.reached = line.store.durable
         for partition, runs in apart:
             line = self.lines[partition]
             for run in runs:
@@ -139,6 +179,17 @@ class Hub:
     def _tell(self, line: Line, told: list[Run], *, only: dict[Stream, Follower]) -> None:
         for stream, follower in tuple(only.items()):
             follower.hear(stream, told)
+
+    def choir(self, slots: frozenset[int]) -> Choir:
+        """The one choir of these slots."""
+        choir = self._choirs.get(slots)
+        if choir is None:
+            if (
+                len(self._choirs) > 1000
+            ):  # nobody leaves by name; those that are still sung in are found again
+                self._choirs.clear()
+            choir = self._choirs[slots] = Choir(slots)
+        return choir
 
     def after(self, ticket: int, then: Callable[[], None]) -> None:
         """Call `then` once this batch is on disk."""

@@ -31,7 +31,7 @@ from upper.history.producing import (
 from upper.history.window import FlowWindow
 from upper.model.messages import EndReason
 from upper.model.values import NO_END, Seqno, State
-from upper.server.hub import Batch, Follower, Run
+from upper.server.hub import Batch, Choir, Follower, Run
 from upper.server.streams import Stream, Todo
 from upper.storage.records import seqno_of
 
@@ -56,6 +56,7 @@ class Sender(Follower):
         self.partitions: dict[int, Stream] = {}
         self.items = self.bytes = 0  # of streams that have ended
         self._step: dict[int, Stream] = {}  # by partition: live, plain, fed by their lines
+        self._choir: Choir | None = None  # the streams in step; None when that has to be found out again
         self._apart: dict[int, Stream] = {}  # by partition: live, but not the same bytes as for others
         self._queue: deque[Stream] = deque()
         self._out: list[bytes] = []
@@ -76,15 +77,12 @@ class Sender(Follower):
 
     def feed(self, batch: Batch) -> None:
         """A commit: the same bytes for every plain stream in step, one write for all of them."""
-        step, blobs = self._step, batch.blobs
-        if step:
-            parts: list[bytes] = []
-            for partition in batch.groups:
-                stream = step.get(partition)
-                if stream is not None:
-                    parts.append(blobs.get(stream.slot) or batch.blob(stream.slot))
-            if parts:
-                self._forward(batch, parts)
+        if self._step:
+            if self._choir is None:
+                self._choir = self.node.hub.choir(frozenset(stream.slot for stream in self._step.values()))
+            spoken = batch.spoken(self._choir)
+            if spoken:
+                self._forward(batch, spoken)
         if self._apart:
             for partition in batch.groups.keys() & self._apart.keys():
                 line = batch.lines[partition]
@@ -92,18 +90,17 @@ class Sender(Follower):
                 last = seqno_of(records[-1])
                 self.hear(self._apart[partition], [Run(line.reached + 1, last, records)])
 
-    def _forward(self, batch: Batch, parts: list[bytes]) -> None:
-        size = sum(map(len, parts))
-        if self._has_room and self._fits(size):
-            self.window.sent(size)
+    def _forward(self, batch: Batch, spoken: bytes) -> None:
+        if self._has_room and self._fits(len(spoken)):
+            self.window.sent(len(spoken))
             if self._out:
                 self._flush()
-            self.connection.send(b"".join(parts) if len(parts) > 1 else parts[0])
+            self.connection.send(spoken)
             return
         # No room: these fall behind, each where it stands now, and this commit is read from the store later.
         for partition in batch.groups:
-            if (stream := self._step.pop(partition, None)) is not None:
-                stream.leave_line()
+            if (stream := self._step.get(partition)) is not None:
+                self._leave_step(stream)
                 records = batch.groups[partition]
                 last = Seqno(seqno_of(records[-1]))
                 stream.machine.committed(Seqno(stream.line.reached + 1), last, room=False)
@@ -130,6 +127,7 @@ class Sender(Follower):
     def _leave_step(self, stream: Stream) -> None:
         if stream.in_step:
             self._step.pop(stream.partition, None)
+            self._choir = None
             stream.leave_line()
 
     # ── Effects ───────────────────────────────────────────────────────────────────────────────────
@@ -200,8 +198,9 @@ class Sender(Follower):
         self.items += stream.items
         self.bytes += stream.bytes
         self.streams.pop(stream.opaque, None)
-        for held in (self.partitions, self._step, self._apart):
-            held.pop(stream.partition, None)
+        self._leave_step(stream)
+        self.partitions.pop(stream.partition, None)
+        self._apart.pop(stream.partition, None)
         stream.line.streams.pop(stream, None)
         stream.line.waiting.pop(stream, None)
         stream.todo = None
@@ -221,6 +220,7 @@ class Sender(Follower):
             self._apart.pop(partition, None)
             if not stream.in_step:
                 self._step[partition] = stream
+                self._choir = None
                 stream.join_line()
         elif phase is Sending.LIVE:
             self._apart[partition] = stream
