@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
 
 from tests.scenarios.world import Wire, World
+from upper.client.bulk import Columns
 from upper.client.events import (
     Deletion,
     Event,
@@ -64,6 +68,22 @@ class Copy:
             case SnapshotEnd() | StateChange():
                 pass
 
+    def apply_row(self, row: dict[str, Any]) -> None:
+        """The same from a row of a record batch."""
+        partition, seqno = Partition(row["partition"]), Seqno(row["seqno"])
+        if row["operation"] == "rollback":
+            self.take_back(partition, seqno)
+            return
+        of = {"partition": partition, "seqno": seqno, "branch": row["branch"]}
+        match row["operation"]:
+            case "mutation":
+                self.apply(Mutation(key=row["key"], value=row["value"], **of))
+            case "deletion":
+                self.apply(Deletion(key=row["key"], **of))
+            case operation:
+                assert operation == "flush"
+                self.apply(Flush(**of))
+
     def take_back(self, partition: Partition, to: Seqno) -> None:
         """The state at this seqno again."""
         trail = self.trail.setdefault(partition, [])
@@ -101,7 +121,15 @@ class Memory:
 class Consumer:
     """The real follower and reader, turned by the world's clock instead of a driver's."""
 
-    def __init__(self, world: World, memory: Memory, *, until: dict[Partition, Seqno] | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        memory: Memory,
+        *,
+        until: dict[Partition, Seqno] | None = None,
+        columns: bool = False,
+    ) -> None:
+        """`columns`: changes in bulk, as record batches, instead of one by one."""
         self.world, self.memory = world, memory
         self.copy = memory.live = memory.state.cloned()
         self.alive = True
@@ -124,7 +152,7 @@ class Consumer:
             lanes, world.routes(), dialect=UPR, random=random.random, settings=self.wanted.settings
         )
         plan = Plan(follower, begins)
-        self.reader: Reader[Event] = Reader(plan, self.wanted, Typed(plan))
+        self.reader: Reader[Any] = Reader(plan, self.wanted, Columns(follower) if columns else Typed(plan))
         self.follower = follower
         self._turn()
 
@@ -182,8 +210,12 @@ class Consumer:
             if isinstance(item, Rollback):
                 assert reader.handler_due(item)
                 item = reader.handled(item, self._go_back(item))
-            self.events.append(item)
-            self.copy.apply(item)
+            if isinstance(item, pa.RecordBatch):
+                for row in item.to_pylist():
+                    self.copy.apply_row(row)
+            else:
+                self.events.append(item)
+                self.copy.apply(item)
             reader.asked_on()
         wire = self._wires.get(node)
         if wire is not None and node in self.follower.wires and (out := self.follower.take_output(node)):

@@ -26,10 +26,10 @@ if ONE is not None:
 
 
 def live_through(seed: int) -> tuple[World, Consumer]:
-    """A bad day for a cluster and for whoever follows it; then peace."""
-    world = World(seed, partitions=4, node_count=seed % 3 + 1)
-    memory = Memory()
-    consumer = Consumer(world, memory)
+    """A bad day for a cluster and for whoever follows it; then peace. Every third follower reads in bulk."""
+    world = World(seed, partitions=4, node_count=seed // 3 % 3 + 1)
+    memory, columns = Memory(), seed % 3 == 0
+    consumer = Consumer(world, memory, columns=columns)
     random = world.random
     for _ in range(60):
         for _ in range(random.randrange(8)):
@@ -45,7 +45,7 @@ def live_through(seed: int) -> tuple[World, Consumer]:
             world.kill(random.randrange(world.node_count))
         elif fault < 0.30:
             consumer.crash()
-            consumer = Consumer(world, memory)
+            consumer = Consumer(world, memory, columns=columns)
         elif fault < 0.33 and world.shards[partition].owner is not None:
             world.flush(partition)
         elif fault < 0.36:

@@ -20,7 +20,7 @@ from upper.client.bulk import Columns
 from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, as_bytes
 from upper.client.events import Event, Rollback
 from upper.client.follow import HungUp
-from upper.client.link import Answer, Link
+from upper.client.link import Answer, Link, finals
 from upper.client.plan import Plan, Wanted, plan
 from upper.client.positions import Positions
 from upper.client.reader import Reader, Typed
@@ -69,7 +69,7 @@ class Pipe:
                 raise ConnectionResetError("the node closed the connection")
             some = self.link.receive(piece)
             answers += some
-            missing -= sum(answer.final for answer in some)
+            missing -= finals(some)
         return answers
 
     def close(self) -> None:

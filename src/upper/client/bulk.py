@@ -16,7 +16,6 @@ from upper import kernel
 from upper.client.events import Change as EventChange
 from upper.client.events import Deletion, Event, Expiration, Flush, Mutation, Rollback
 from upper.client.follow import Follower, Wire
-from upper.client.lane import Stage
 from upper.client.url import Node
 from upper.errors import RemoteProtocolError
 from upper.model import messages
@@ -29,7 +28,9 @@ from upper.wire.upr import UPR
 if TYPE_CHECKING:
     import pyarrow
 
-SNAPSHOT_START, SNAPSHOT_END, NOOP = 0x54, 0x55, 0x5C
+STREAM_END, SNAPSHOT_START, SNAPSHOT_END, FLUSH, SET_STATE, NOOP = 0x53, 0x54, 0x55, 0x59, 0x5A, 0x5C
+SEQNO_ADVANCED = 0x64
+AFTER_CHANGES = (STREAM_END, FLUSH, SET_STATE, SEQNO_ADVANCED)  # what a lane hears after its changes
 
 
 class Columns:
@@ -38,14 +39,15 @@ class Columns:
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         slots = max(follower.lanes, default=0) + 1
+        # By opaque: the last seqno that the kernel saw and the lane has not heard of; 0 for none.
         self._seqnos = array("Q", bytes(8 * slots))
-        self._scratch = array("Q", bytes(8 * slots))
         self._branches = array("Q", bytes(8 * slots))
         self._starts = {p: SnapshotMarker(partition=p) for p in follower.lanes}
         self._ends = {p: SnapshotEnd(partition=p) for p in follower.lanes}
         self._inside: set[Partition] = set()
         self._touched: set[Partition] = set()  # partitions whose consistent place has moved
         self.rows = 0
+        self.settled = True  # whether everything that the lanes know of has been yielded
 
     def received(self, node: Node, data: bytes, now: float) -> Iterator[pyarrow.RecordBatch | Rollback]:
         """Bytes of a connection as batches. A rollback is yielded as its event; `row` makes it one."""
@@ -56,17 +58,23 @@ class Columns:
             yield from self._typed(node, wire, data, now)
             return
         data = wire.frames.collect(data)
-        end, _, others = kernel.scan(data, 0, self._scratch)
+        end, _, others = kernel.scan(data, 0, self._seqnos)
+        self.settled = False
+        by_parts = _returns(data, others)
+        if by_parts:
+            # A stream begins a second snapshot in here: where its first one ended is known only by stopping.
+            self._seqnos = array("Q", bytes(8 * len(self._seqnos)))
         answers = 0
         start = at = 0  # rows from `start` on have not been yielded; the lanes know of everything before `at`
         view = memoryview(data)
         for other in others:
-            if other > at:
+            if by_parts and other > at:
                 kernel.scan(view[:other], at, self._seqnos)
             at = other + HEADER_SIZE + int.from_bytes(data[other + 8 : other + 12], "big")
             magic, opcode = data[other], data[other + 1]
+            opaque = int.from_bytes(data[other + 12 : other + 16], "big")
             if magic == REQUEST and opcode in (SNAPSHOT_START, SNAPSHOT_END):
-                self._marker(opcode, int.from_bytes(data[other + 12 : other + 16], "big"))
+                self._marker(opcode, opaque)
                 continue
             if magic != REQUEST or opcode == NOOP:
                 answers += at - other
@@ -76,9 +84,11 @@ class Columns:
                 if other > start:
                     yield from self._decoded(data, start, other)
                 start = at
-            self._sync(getattr(message, "opaque", -1))
+            if magic == REQUEST and opcode in AFTER_CHANGES and opaque < len(self._seqnos):
+                self._move(Partition(opaque))
             told = follower.on_message(node, message, now)
-            self._adopt(message)
+            if isinstance(message, StreamAccepted):
+                self._branches[opaque] = follower.lanes[Partition(opaque)].stream.branch
             for event in told:
                 self._touched.add(event.partition)
                 if isinstance(event, Rollback):
@@ -87,23 +97,24 @@ class Columns:
                     yield self.row(event)
             if follower.wires.get(node) is not wire:
                 # Done, or dropped: what came before still counts, and nothing that follows.
-                if other > start:
-                    yield from self._decoded(data, start, other)
-                return
-        if end > at:
-            kernel.scan(view[:end], at, self._seqnos)
-        wire.frames.streamed(end - answers)
-        wire.frames.keep(data, end)
-        self._settle()
+                end = other
+                break
+        else:
+            if by_parts and end > at:
+                kernel.scan(view[:end], at, self._seqnos)
+            wire.frames.streamed(end - answers)
+            wire.frames.keep(data, end)
+        for partition in self._inside:
+            self._move(partition)  # should the connection end here, this is where we stand
         if end > start:
             yield from self._decoded(data, start, end)
+        self.settled = True
 
-    def _settle(self) -> None:
-        """Tell the lanes that are inside a snapshot how far they are, should the connection end here."""
-        for partition in self._inside:
-            lane = self._follower.lanes[partition]
-            if lane.stage is Stage.FLOWING:
-                lane.moved(Seqno(self._seqnos[partition]))
+    def _move(self, partition: Partition) -> None:
+        """Tell a lane of the changes that the kernel has seen and it has not heard of."""
+        if seqno := self._seqnos[partition]:
+            self._seqnos[partition] = 0
+            self._follower.lanes[partition].moved(Seqno(seqno))
 
     def touched(self, _: object) -> set[Partition]:
         """Partitions whose consistent place has moved since this was last asked."""
@@ -140,30 +151,16 @@ class Columns:
             lane.stream.on(self._starts[lane.partition])
             self._inside.add(lane.partition)
             return
-        lane.moved(Seqno(self._seqnos[opaque]))
+        self._move(lane.partition)
         lane.stream.on(self._ends[lane.partition])
         self._inside.discard(lane.partition)
         self._touched.add(lane.partition)
-
-    def _sync(self, opaque: int) -> None:
-        """A message that is no marker is about to reach a lane: the changes before it come first."""
-        lane = self._follower.lanes.get(Partition(opaque))
-        if lane is not None and lane.stage is Stage.FLOWING:
-            lane.moved(Seqno(self._seqnos[opaque]))
 
     def _breaks(self, message: Message) -> bool:
         """Whether rows before this message cannot stand in one batch with rows after it."""
         if isinstance(message, StreamAccepted) and message.versions and message.opaque < len(self._branches):
             return self._branches[message.opaque] not in (0, message.versions[0].branch)
         return isinstance(message, messages.Flush | FailoverLogAnswer)
-
-    def _adopt(self, message: Message) -> None:
-        """What a message has changed in a lane, in the arrays that the kernel works with."""
-        lane = self._follower.lanes.get(Partition(getattr(message, "opaque", -1)))
-        if lane is not None:
-            self._seqnos[lane.partition] = lane.stream.seqno
-            if isinstance(message, StreamAccepted):
-                self._branches[lane.partition] = lane.stream.branch
 
     def _typed(
         self, node: Node, wire: Wire, data: bytes, now: float
@@ -182,10 +179,10 @@ class Columns:
                     yield event if isinstance(event, Rollback) else self.row(event)
                 elif (record := record_of(event)) is not None:
                     records.append(record)
-            if isinstance(item, tuple):
-                if isinstance(item[0], StreamAccepted):
-                    yield from self._flushed(records)
-                self._adopt(item[0])
+            if isinstance(item, tuple) and isinstance(item[0], StreamAccepted):
+                yield from self._flushed(records)
+                lane = follower.lanes[Partition(item[0].opaque)]
+                self._branches[lane.partition] = lane.stream.branch
             if follower.wires.get(node) is not wire:
                 break
         yield from self._flushed(records)
@@ -195,6 +192,25 @@ class Columns:
             data = b"".join(records)
             records.clear()
             yield from self._decoded(data, 0, len(data))
+
+
+def _returns(data: bytes, others: list[int]) -> bool:
+    """Whether changes of one stream stand on both sides of a message that they must be told apart by."""
+    seen: set[bytes] = set()
+    for other in others:
+        if data[other] != REQUEST:
+            continue
+        opcode = data[other + 1]
+        if opcode == SNAPSHOT_START:
+            opaque = data[other + 12 : other + 16]
+            if opaque in seen:
+                return True
+            seen.add(opaque)
+        elif opcode in (SNAPSHOT_END, STREAM_END, FLUSH):
+            seen.add(data[other + 12 : other + 16])
+        elif opcode in (SET_STATE, SEQNO_ADVANCED):
+            return True
+    return False
 
 
 def record_of(event: Event) -> bytes | None:

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
 from upper.client.backoff import Backoff, BackoffSettings
@@ -30,6 +30,7 @@ NEVER = 0xFFFFFFFF  # the expiration that makes a counter fail instead of creati
 
 _STORE = struct.Struct(">BBHBBHIIQII")
 _BARE = struct.Struct(">BBHBBHIIQ")
+_TOKEN = struct.Struct(">QQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,7 @@ Call: TypeAlias = Generator[Effect, Any, T]
 Answers: TypeAlias = Mapping[Node, list[Answer]]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """What is stored under a key."""
 
     value: bytes
@@ -58,8 +58,7 @@ class Item:
     flags: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """Proof of a write: its CAS and, where the node tells, where it stands in the history."""
 
     cas: Cas
@@ -161,15 +160,7 @@ class Commands:
         pending: Iterable[int] = range(len(requests))
         backoff = Backoff(self._backoff, self._random)
         while pending:
-            by_node: dict[Node, list[bytes]] = {}
-            homeless = []
-            for index in pending:
-                node = self.routes.owner(requests[index][0])
-                if node is None:
-                    homeless.append(index)
-                else:
-                    by_node.setdefault(node, []).append(requests[index][1])
-            moved = homeless
+            by_node, moved = self._by_node(requests, pending)
             refused: Exception | None = None
             try:
                 got: Answers = yield Batch(by_node)
@@ -182,7 +173,9 @@ class Commands:
             else:
                 for node, batch in got.items():
                     for answer in batch:
-                        if answer.status == Status.NOT_MY_VBUCKET:
+                        if answer.status == 0 and answer.opaque < len(answers):
+                            answers[answer.opaque] = answer
+                        elif answer.status == Status.NOT_MY_VBUCKET:
                             moved.append(answer.opaque)
                             if answer.value:
                                 self.adopt(answer.value, asked=node)
@@ -206,6 +199,23 @@ class Commands:
                 "a node left requests unanswered and answered others; it is not a node of ours"
             )
         return whole
+
+    def _by_node(
+        self, requests: Sequence[tuple[Partition, bytes]], pending: Iterable[int]
+    ) -> tuple[dict[Node, list[bytes]], list[int]]:
+        """The packets by the node that takes them, and the requests that nobody takes at the moment."""
+        nodes, owners = self.routes.nodes, self.routes.owners
+        portions: list[list[bytes]] = [[] for _ in nodes]
+        homeless = []
+        for index in pending:
+            partition, packet = requests[index]
+            owner = owners[partition]
+            if owner < 0:
+                homeless.append(index)
+            else:
+                portions[owner].append(packet)
+        by_node = {node: portion for node, portion in zip(nodes, portions, strict=True) if portion}
+        return by_node, homeless
 
     def one(
         self,
@@ -451,8 +461,8 @@ def _item(answer: Answer) -> Item:
 
 def _stored(answer: Answer) -> Stored:
     if len(answer.extras) == 16:
-        branch, seqno = struct.unpack(">QQ", answer.extras)
-        return Stored(Cas(answer.cas), BranchId(branch), Seqno(seqno))
+        branch, seqno = _TOKEN.unpack(answer.extras)
+        return Stored(Cas(answer.cas), branch, seqno)
     return Stored(Cas(answer.cas))
 
 

@@ -35,6 +35,13 @@ class Answer(NamedTuple):
         return self.opcode != Opcode.STAT or not self.key
 
 
+def finals(answers: list[Answer]) -> int:
+    """How many requests these answers end."""
+    if answers and answers[0].opcode == Opcode.STAT:
+        return sum(answer.final for answer in answers)
+    return len(answers)
+
+
 class Link:
     """The receiving end: bytes in any portions, answers in the order they came."""
 
@@ -62,6 +69,10 @@ class Link:
             if end > have:
                 break
             key = at + HEADER_SIZE + extra
+            if extra == body:  # a write that tells its seqno: most answers there are
+                answers.append(Answer(opcode, status, opaque, cas, data[at + HEADER_SIZE : end], b"", b""))
+                at = end
+                continue
             value = key + keys
             if value > end:
                 raise BadLength("the lengths of an answer do not add up; the other end is not a node", at=at)

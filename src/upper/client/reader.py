@@ -27,6 +27,8 @@ PATIENCE = (
 class Decoder(Protocol[T]):
     """Bytes of a connection as what the application gets; rollbacks always as events."""
 
+    settled: bool  # whether everything that the lanes know of has been handed over
+
     def received(self, node: Node, data: bytes, now: float) -> Iterator[T | Rollback]: ...
 
     def touched(self, item: T | Rollback | None) -> set[Partition]:
@@ -72,7 +74,8 @@ class Reader(Generic[T]):
         except RemoteProtocolError as error:
             self._items = None
             self.reconnects_for_errors += 1
-            if self.reconnects_for_errors >= PATIENCE:
+            # Where lanes are ahead of what was handed over, going on from them would lose the difference.
+            if self.reconnects_for_errors >= PATIENCE or not self._decoder.settled:
                 raise
             self.follower.drop(node, now, error)
             return None
@@ -184,6 +187,8 @@ class Reader(Generic[T]):
 
 class Typed:
     """Events, one by one."""
+
+    settled = True
 
     def __init__(self, plan: Plan) -> None:
         self._follower = plan.follower

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from upper.client.commands import Batch
-from upper.client.link import Answer, Link
+from upper.client.link import Answer, Link, finals
 from upper.client.login import Login, login
 from upper.client.url import Address, Node
 from upper.errors import BadUrl, RemoteProtocolError, TimedOut, Unreachable
@@ -161,7 +161,7 @@ class _Work:
                 raise self._failure or ConnectionResetError("the node closed the connection")
             answers = line.link.receive(data)
             self.answers += answers
-            self.missing -= sum(answer.final for answer in answers)
+            self.missing -= finals(answers)
 
 
 class Lines:
