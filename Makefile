@@ -41,8 +41,9 @@ format: $(READY) ## rewrite the source as `make check` wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure, compare, write out/bench.json (QUICK=1: under two minutes, rougher numbers)
+bench: $(READY) ## measure, compare, write docs/benchmarks.md (QUICK=1: under two minutes, rough numbers, into out/)
 	$(BIN)/python -m bench $(if $(QUICK),--quick) --json out/bench.json $(GROUPS)
+	$(BIN)/python -m bench.page out/bench.json --into $(if $(QUICK)$(GROUPS),out/page,docs)
 
 kernel: $(READY) ## build the compiled kernel again, and fail if it cannot be built
 	UPPER_KERNEL=required $(BIN)/python setup.py --quiet build_ext --inplace

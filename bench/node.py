@@ -146,7 +146,7 @@ def backfill(quick: bool) -> Iterator[Row]:
         expected=">= 2",
     )
     yield Row(
-        name="  the same, in bytes",
+        name="backfill, in bytes",
         value=fast["bytes_per_second"] / 1e6,
         unit="MB/s",
         ratio=fast["bytes_per_second"] / loopback,
@@ -154,7 +154,7 @@ def backfill(quick: bool) -> Iterator[Row]:
         expected=">= 0.25x",
     )
     yield Row(
-        name="  the same, plain kernel",
+        name="backfill, plain kernel",
         value=plain["items_per_second"] / 1e6,
         unit="M items/s",
         ratio=plain["items_per_second"] / fast["items_per_second"],

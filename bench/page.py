@@ -1,0 +1,189 @@
+"""The page on benchmarks, from the results of a run: `python -m bench.page RESULTS.json --into docs`.
+
+Writes `benchmarks.md`, `benchmarks/results.json` and the plots into the given directory, and, where a README
+beside that directory has the two marks, the short table between them. The page is a function of the results
+alone, so that a test can see whether both still belong together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import GROUPS
+from bench.__main__ import number
+from bench.plots import draw
+
+Results = Mapping[str, Any]
+HERE = Path(__file__).parent
+BEGIN = "<!-- numbers: written by make bench -->"
+END = "<!-- end of numbers -->"
+PLOTS = {
+    "ratios": "Every ratio of which something is expected",
+    "latency": "Distributions of latency",
+    "growth": "Growth of cost with size; the grey line grows exactly as the work does",
+}
+# What the README shows, in its order: group and the beginning of a row's name.
+SHORT = (
+    ("node", "durable SET of new keys"),
+    ("node", "GET"),
+    ("node", "backfill of"),
+    ("node", "backfill, in bytes"),
+    ("node", "live, 1 consumer, behind the response, p99"),
+    ("storage", "durable inserts"),
+    ("storage", "start-up of 1M items, from the journal"),
+    ("storage", "memory of a 116-byte item, reopened"),
+    ("kernel", "decode to Arrow, compiled"),
+    ("lake", ""),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.page", description=__doc__)
+    parser.add_argument("results", type=Path, help="what `python -m bench --json` wrote")
+    parser.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="where the page goes")
+    options = parser.parse_args(arguments)
+    results = json.loads(options.results.read_text())
+    write(results, options.into)
+    print(f"{options.into / 'benchmarks.md'} is written")
+    return 0
+
+
+def write(results: Results, into: Path) -> None:
+    beside = into / "benchmarks"
+    beside.mkdir(parents=True, exist_ok=True)
+    (beside / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results["rows"], beside)
+    drawn = [name for name in PLOTS if (beside / f"{name}.svg").exists()]
+    (into / "benchmarks.md").write_text(page(results, drawn))
+    readme = into.parent / "README.md"
+    if into.name == "docs" and readme.exists():
+        readme.write_text(with_numbers(readme.read_text(), results))
+
+
+# ── The page ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def page(results: Results, drawn: Sequence[str]) -> str:
+    """The whole page as Markdown."""
+    return "\n".join(_page(results, drawn)) + "\n"
+
+
+OPENING = """\
+# Benchmarks
+
+Written by `make bench` from [the results of one run](benchmarks/results.json); do not edit it by hand. What
+is compared was measured in the same run on the same machine, so read the ratios: a bare number says more
+about the machine than about the program.
+
+This run: version {version}, {kernel} kernel, Python {python}, {machine}, {cores} shared cores, on which the
+load generator, the node and its peers all ran.{roughly}
+
+## How to repeat it
+
+```sh
+make bench                        # everything, about ten minutes; rewrites this page
+make bench QUICK=1                # under two minutes, rough numbers; leaves this page alone
+make bench GROUPS="node growth"   # some groups; leaves this page alone
+```
+
+A C compiler builds the load generator, and memcached is a peer where it is installed; rows without their
+peer say so. Nothing else should run on the machine meanwhile. Results go to `out/bench.json` as well.
+
+## What holds, and what does not
+"""
+
+
+def _page(results: Results, drawn: Sequence[str]) -> Iterator[str]:
+    about, rows = results["about"], results["rows"]
+    roughly = " It was a quick run, with rough numbers." if about["quick"] else ""
+    yield OPENING.format(**about, roughly=roughly)
+    yield from verdict(rows)
+    for name in drawn:
+        yield f"![{PLOTS[name]}](benchmarks/{name}.svg)\n\n*{PLOTS[name]}.*\n"
+    for group in GROUPS:
+        found = [row for row in rows if row["group"] == group]
+        if found:
+            yield f"## {group.capitalize()}\n"
+            yield f"{promise(group)}\n"
+            yield from table(found)
+            yield ""
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    expected = [row for row in rows if row["met"] is not None]
+    short = [row for row in expected if not row["met"]]
+    steepest = max(
+        (row for row in rows if row["unit"] == "exponent"), key=lambda row: row["value"], default=None
+    )
+    met = len(expected) - len(short)
+    yield f"Of {len(rows)} measurements {len(expected)} have an expectation, and {met} meet it."
+    if steepest is not None:
+        yield (
+            f'The steepest curve of growth is "{steepest["name"]}", exponent {steepest["value"]:.2f}: '
+            f"{'no cost grows faster than the work' if steepest['value'] <= 1.15 else 'see below'}."
+        )
+    yield ""
+    if short:
+        yield "These fall short:\n"
+        for row in short:
+            yield f"- {row['group']}, {row['name'].strip()}: {measured(row)}, expected {row['expected']}"
+        yield ""
+
+
+def measured(row: Mapping[str, Any]) -> str:
+    value = f"{number(row['value'])} {row['unit']}"
+    if row["ratio"] is None:
+        return f"{value} ({row['against']})" if row["against"] else value
+    return f"{value}, {row['ratio']:.2f}x {row['against']}"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| What | Measured | Against | Expected | Holds |"
+    yield "|---|---:|---|---|---|"
+    for row in rows:
+        ratio = row["against"] if row["ratio"] is None else f"{row['ratio']:.2f}x {row['against']}"
+        holds = {None: "", True: "yes", False: "**no**"}[row["met"]]
+        value = f"{number(row['value'])} {row['unit']}"
+        yield f"| {row['name'].strip()} | {value} | {ratio} | {row['expected']} | {holds} |"
+
+
+def promise(group: str) -> str:
+    """What the module of a group says of itself: read, not imported, since it may need what is not here."""
+    path = HERE / f"{GROUPS[group].rpartition('.')[2]}.py"
+    text = ast.get_docstring(ast.parse(path.read_text()))
+    assert text, f"{path} opens without a promise"
+    return text
+
+
+# ── The README ────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_numbers(text: str, results: Results) -> str:
+    """The text with the short table between its marks; unchanged where it has none."""
+    if BEGIN not in text or END not in text:
+        return text
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{short_table(results)}{END}{after}"
+
+
+def short_table(results: Results) -> str:
+    lines = ["| What | Measured | Against |", "|---|---:|---|"]
+    for group, beginning in SHORT:
+        for row in results["rows"]:
+            if row["group"] == group and row["name"].startswith(beginning) and "plain" not in row["name"]:
+                ratio = row["against"] if row["ratio"] is None else f"{row['ratio']:.1f}x {row['against']}"
+                lines.append(f"| {row['name'].strip()} | {number(row['value'])} {row['unit']} | {ratio} |")
+                if group != "lake":
+                    break
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
