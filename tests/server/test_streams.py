@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from upper.model.messages import (
     BufferAck,
     Deletion,
     EndReason,
+    Expiration,
     FailoverLogAnswer,
     FailoverLogRequest,
     Flush,
@@ -182,6 +185,64 @@ def test_backfill_and_live_meet_without_gap_or_repeat_while_others_write(node: N
             seqnos += [m.seqno or 0 for m in follower.receive() if isinstance(m, Mutation)]
     thread.join()
     assert seqnos == list(range(1, total + 1))
+
+
+def test_what_is_fed_to_all_alike_is_what_is_fed_to_one_by_itself(node: Node) -> None:
+    """Streams without an end share their bytes, one with an end far away does not: nobody can tell."""
+    from upper.model.messages import Request
+
+    with Peer(node) as shared, Peer(node) as apart, Peer(node, None) as writer:
+        shared.accepted(0)
+        apart.accepted(0, end=10**12)
+        for batch in range(30):
+            for number in range(20):
+                opcode = Opcode.DELETEQ if number % 7 == 3 else Opcode.SETQ
+                extras = bytes(8) if opcode is Opcode.SETQ else b""
+                key = b"k%d" % (number * batch % 11)
+                writer.session.send(Request(opcode=opcode, key=key, extras=extras, opaque=number))
+            writer.session.send(Request(opcode=Opcode.NOOP, opaque=999))
+            writer.socket.sendall(writer.session.take_output())
+            writer.until(lambda message: getattr(message, "opaque", None) == 999)
+        writer.set(b"last", b"")
+        streams = [
+            peer.until(lambda m: isinstance(m, Mutation) and m.key == b"last")
+            + peer.until(is_end_of_snapshot)
+            for peer in (shared, apart)
+        ]
+        assert streams[0] == streams[1]
+        rows = writer.stats("streams")
+        items = [value for name, value in rows.items() if re.fullmatch(r"\d+:items", name)]
+        sizes = [value for name, value in rows.items() if re.fullmatch(r"\d+:bytes", name)]
+        assert len(set(items)) == len(set(sizes)) == 1, "and both are counted alike"
+
+
+def test_with_durability_memory_streams_follow_at_once(tmp_path: Path) -> None:
+    node = Node(tmp_path / "data", "--durability", "memory").start()
+    with node, Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"a")
+        follower.accepted(0)
+        write(writer, b"b", b"c")
+        assert [change.key for change in follower.changes(3)] == [b"a", b"b", b"c"]
+        follower.accepted(1, end=1)
+        write(writer, b"d", partition=1)
+        assert follower.wait_for(StreamEnd).reason is EndReason.OK
+
+
+def test_expiries_and_locks_are_changes_like_any_other(node: Node, peer: Peer) -> None:
+    with Peer(node, None) as writer:
+        peer.accepted()
+        writer.set(b"short", b"v", expiration=1)
+        writer.set(b"locked", b"v")
+        writer.ask(Opcode.GET_LOCKED, b"locked", extras=struct.pack(">I", 20))
+        changes = peer.changes(4)
+        assert [(change.key, change.seqno) for change in changes[:3]] == [
+            (b"short", 1),
+            (b"locked", 2),
+            (b"locked", 3),
+        ]
+        assert [change.lock_time > 0 for change in changes[:3]] == [False, False, True]
+        assert isinstance(changes[3], Expiration)
+        assert (changes[3].key, changes[3].seqno, changes[3].revision) == (b"short", 4, 2)
 
 
 # ── Ends ──────────────────────────────────────────────────────────────────────────────────────────

@@ -37,7 +37,6 @@ from upper.model.messages import (
     Refusal,
     RollbackRequired,
     StopStream,
-    StreamAccepted,
     StreamFlag,
     StreamRequest,
     TapConnect,
@@ -64,14 +63,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FLAGS = (
-    StreamFlag.SEND_LOG
-    | StreamFlag.TAKEOVER
-    | StreamFlag.KEYS_ONLY
-    | StreamFlag.UNTIL_NOW
-    | StreamFlag.REPLICA
-    | StreamFlag.WHOLE_SNAPSHOTS
-)
+# As numbers: 1,024 streams are opened at once, and flags are looked at often.
+TAKEOVER, KEYS_ONLY = int(StreamFlag.TAKEOVER), int(StreamFlag.KEYS_ONLY)
+WITH_LOG = int(StreamFlag.SEND_LOG | StreamFlag.REPLICA)
+MAY_TAKE_OVER = int(StreamFlag.REPLICA | StreamFlag.TAKEOVER)
+KNOWN = WITH_LOG | TAKEOVER | KEYS_ONLY | int(StreamFlag.UNTIL_NOW | StreamFlag.WHOLE_SNAPSHOTS)
 
 
 def is_stream_packet(head: Header) -> bool:
@@ -107,7 +103,7 @@ class Desk(Sender):
                     "DCP is not spoken here yet; open streams with UPR (0x50, 40 bytes of extras)"
                 )
             self._choose(dialect)
-            self._handle(dialect.decode(packet, by=Side.CLIENT))
+            self._handle(dialect.row(head, by=Side.CLIENT).read(head, packet))
         except ProtocolError as error:
             self.node.counters.protocol_errors += 1
             self.say(error_answer(error, head, self.dialect))
@@ -153,13 +149,13 @@ class Desk(Sender):
                 raise InvalidArguments(f"a {type(message).__name__} is not for a consumer to send")
 
     def _open(self, request: StreamRequest) -> None:
-        partition, opaque, flags = request.partition, request.opaque, request.flags
-        if unknown := int(flags) & ~int(FLAGS):
+        partition, opaque, flags = request.partition, request.opaque, int(request.flags)
+        if unknown := flags & ~KNOWN:
             bits = unknown >> 32 or unknown  # what the dialect does not know stands above what it does
             raise InvalidArguments(f"stream flags 0x{bits:x} are not known here; leave them out")
-        if flags & StreamFlag.TAKEOVER and Role.ADMIN not in self.connection.roles:
+        if flags & TAKEOVER and Role.ADMIN not in self.connection.roles:
             raise NotAllowed("a takeover needs the role admin; ask an administrator")
-        if flags & StreamFlag.TAKEOVER and not self.speech.states:
+        if flags & TAKEOVER and not self.speech.states:
             raise NotSupported("UPR/0 has no message that hands a partition over; use UPR")
         if not self.controls.accepts(partition):
             raise InvalidArguments(f"accept.vbuckets leaves out {partition}; change it before asking")
@@ -178,16 +174,16 @@ class Desk(Sender):
                 log.info("partition %d: %s rolls back %d → %d, %s", partition, peer, request.start, to, why)
                 self._say(RollbackRequired(opaque=opaque, seqno=to, partition=partition))
             case resume.Resume():
-                wants_log = flags & (StreamFlag.SEND_LOG | StreamFlag.REPLICA)
-                versions = store.log.versions if wants_log and self.speech.states else ()
-                self._say(StreamAccepted(opaque=opaque, partition=partition, versions=versions))
+                versions = store.log.versions if flags & WITH_LOG and self.speech.states else ()
+                self.say(self.speech.accepted(partition, opaque, versions))
                 self._begin(store, request)
             case never:
                 assert_never(never)
 
     def _begin(self, store: PartitionStore, request: StreamRequest) -> None:
         chosen = self.controls.filter
-        if request.flags & StreamFlag.KEYS_ONLY:
+        flags = int(request.flags)
+        if flags & KEYS_ONLY:
             chosen = chosen.with_keys_only()
         machine = ProducerStream(
             request.start,
@@ -196,8 +192,7 @@ class Desk(Sender):
             flags=request.flags,
             filtered=not chosen.everything,
             # Who left something out says how far it went; a copy that may take over must know the last seqno.
-            exact=self.speech.exact
-            and bool(chosen.judges or request.flags & (StreamFlag.REPLICA | StreamFlag.TAKEOVER)),
+            exact=self.speech.exact and bool(chosen.judges or flags & MAY_TAKE_OVER),
         )
         stream = Stream(
             store,

@@ -7,6 +7,7 @@ streams alike (and all of ours do) share those bytes. A connection is written to
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from upper.storage.records import seqno_of
 if TYPE_CHECKING:
     from upper.server.streams import Stream
     from upper.storage import Bucket, Commit, PartitionStore
+
+log = logging.getLogger(__name__)
 
 MUTATION, FLUSH = 0x56, 0x59
 
@@ -111,6 +114,10 @@ class Follower:
         """A commit of one partition that a stream must be told of by itself."""
         raise NotImplementedError
 
+    def abandon(self) -> None:
+        """Close the connection: its streams cannot be trusted any more."""
+        raise NotImplementedError
+
     def flushed(self, partition: int) -> None:
         """Everything of a partition is gone. For who follows without streams."""
 
@@ -151,7 +158,10 @@ class Hub:
         batch = Batch(groups, self.lines)
         if groups:
             for follower in tuple(self.followers):
-                follower.feed(batch)
+                try:
+                    follower.feed(batch)
+                except Exception:  # noqa: BLE001  see _give_up
+                    self._give_up(follower)
         for partition, (items, size) in batch.counted.items():
             line = self.lines[partition]
             line.items += items
@@ -178,7 +188,15 @@ class Hub:
 
     def _tell(self, line: Line, told: list[Run], *, only: dict[Stream, Follower]) -> None:
         for stream, follower in tuple(only.items()):
-            follower.hear(stream, told)
+            try:
+                follower.hear(stream, told)
+            except Exception:  # noqa: BLE001  see _give_up
+                self._give_up(follower)
+
+    def _give_up(self, follower: Follower) -> None:
+        """A mistake of ours in feeding one connection must not reach the others, nor the commit."""
+        log.exception("a stream could not be fed; its connection is closed")
+        follower.abandon()
 
     def choir(self, slots: frozenset[int]) -> Choir:
         """The one choir of these slots."""

@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, assert_never
 
 from upper import kernel
+from upper.errors import UpperError
 from upper.history.producing import (
     Advance,
     CloseWrites,
@@ -203,9 +204,9 @@ class Sender(Follower):
         self._apart.pop(stream.partition, None)
         stream.line.streams.pop(stream, None)
         stream.line.waiting.pop(stream, None)
-        stream.todo = None
-        if stream in self._queue:
+        if stream.todo is not None:
             self._queue.remove(stream)
+            stream.todo = None
         self._follow()
 
     def _settle(self, stream: Stream) -> None:
@@ -269,7 +270,13 @@ class Sender(Follower):
         self._scheduled = False
         budget = self.node.settings.streams.turn
         while self._queue and budget > 0 and self._has_room:
-            budget -= self._advance(self._queue[0])
+            stream = self._queue[0]
+            try:
+                budget -= self._advance(stream)
+            except UpperError as error:
+                # The store cannot read what it should hold; the others may be fine.
+                log.error("partition %d: a stream cannot be read, %s", stream.partition, error)
+                self.stop(stream, EndReason.BACKFILL_FAILED)
         self._flush()
         if self._queue and self._has_room:
             self._schedule()
@@ -394,11 +401,18 @@ class Sender(Follower):
             self.stop(stream, reason)
         self._flush()
 
+    def abandon(self) -> None:
+        self.connection.abort()
+
     def close(self) -> None:
         """The connection is gone."""
         self._closed = True
         for stream in tuple(self.streams.values()):
-            self.stop(stream, EndReason.DISCONNECTED)
+            self._leave_step(stream)
+            for effect in stream.machine.stop(EndReason.DISCONNECTED):
+                if isinstance(effect, Reopen):  # all that is left to do when nobody listens any more
+                    self._carry_out(stream, (effect,))
+            self._forget(stream)
         self._queue.clear()
         self._out.clear()
         self.node.hub.followers.pop(self, None)

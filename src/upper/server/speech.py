@@ -10,22 +10,21 @@ made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from upper import kernel
 from upper.model.messages import (
     EndReason,
     Flush,
-    Message,
     SeqnoAdvanced,
     SetState,
     SnapshotEnd,
     SnapshotMarker,
+    StreamAccepted,
     StreamEnd,
     StreamStart,
 )
-from upper.model.values import Partition, Seqno, State
+from upper.model.values import Partition, Seqno, State, Version
 from upper.wire.table import Dialect
 from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
@@ -53,48 +52,58 @@ def upr0_records(records: Sequence[bytes], opaque: int) -> bytes:
     return b"".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Speech:
-    """The words of one dialect."""
+NOWHERE = Partition(0)
 
-    dialect: Dialect
-    records: Callable[[Sequence[bytes], int], bytes]
-    exact: bool  # can say that history went on without a record for this consumer
-    states: bool  # can hand a partition over
+
+class Speech:
+    """The words of one dialect.
+
+    `exact`: it can say that history went on without a record for this consumer. `states`: it can hand a
+    partition over, and tell the failover log with an accepted stream.
+    """
+
+    def __init__(
+        self, dialect: Dialect, records: Callable[[Sequence[bytes], int], bytes], *, exact: bool, states: bool
+    ) -> None:
+        self.dialect, self.records, self.exact, self.states = dialect, records, exact, states
+        self._start = dialect.encode(StreamStart(partition=NOWHERE))
+        self._opening = dialect.encode(SnapshotMarker(partition=NOWHERE))
+        self._closing = dialect.encode(SnapshotEnd(partition=NOWHERE))
+
+    def accepted(self, partition: Partition, opaque: int, versions: tuple[Version, ...]) -> bytes:
+        packet = _accepted(self.dialect, partition, versions)
+        return b"".join((packet[:12], opaque.to_bytes(4, "big"), packet[16:]))
 
     def start(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self.dialect, StreamStart(partition=NOWHERE), partition, opaque)
-
-    def end(self, partition: int, opaque: int, reason: EndReason) -> bytes:
-        return _stamped(self.dialect, StreamEnd(partition=NOWHERE, reason=reason), partition, opaque)
+        return _stamped(self._start, partition, opaque)
 
     def snapshot_start(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self.dialect, SnapshotMarker(partition=NOWHERE), partition, opaque)
+        return _stamped(self._opening, partition, opaque)
 
     def snapshot_end(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self.dialect, SnapshotEnd(partition=NOWHERE), partition, opaque)
+        return _stamped(self._closing, partition, opaque)
 
-    def flush(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self.dialect, Flush(partition=NOWHERE), partition, opaque)
+    def end(self, partition: Partition, opaque: int, reason: EndReason) -> bytes:
+        return self.dialect.encode(StreamEnd(partition=partition, opaque=opaque, reason=reason))
 
-    def state(self, partition: int, opaque: int, state: State) -> bytes:
-        return _stamped(self.dialect, SetState(partition=NOWHERE, state=state), partition, opaque)
+    def flush(self, partition: Partition, opaque: int) -> bytes:
+        return self.dialect.encode(Flush(partition=partition, opaque=opaque))
+
+    def state(self, partition: Partition, opaque: int, state: State) -> bytes:
+        return self.dialect.encode(SetState(partition=partition, opaque=opaque, state=state))
 
     def advance(self, partition: Partition, opaque: int, seqno: Seqno) -> bytes:
         return self.dialect.encode(SeqnoAdvanced(partition=partition, opaque=opaque, seqno=seqno))
 
 
-NOWHERE = Partition(0)
+@lru_cache(maxsize=4096)
+def _accepted(dialect: Dialect, partition: Partition, versions: tuple[Version, ...]) -> bytes:
+    """Histories rarely change, and a consumer that comes back asks for all of them at once."""
+    return dialect.encode(StreamAccepted(opaque=0, partition=partition, versions=versions))
 
 
-@cache
-def _packed(dialect: Dialect, message: Message) -> bytes:
-    return dialect.encode(message)
-
-
-def _stamped(dialect: Dialect, message: Message, partition: int, opaque: int) -> bytes:
+def _stamped(packet: bytes, partition: int, opaque: int) -> bytes:
     """A message that is the same for every stream but for two fields of its header."""
-    packet = _packed(dialect, message)
     stamp = (partition.to_bytes(2, "big"), packet[8:12], opaque.to_bytes(4, "big"))
     return b"".join((packet[:6], *stamp, packet[16:]))
 

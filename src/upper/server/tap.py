@@ -313,6 +313,9 @@ class TapDesk(Follower):
         """The node goes. TAP has no word for it; the connection closes."""
         self._closed = True
 
+    def abandon(self) -> None:
+        self.connection.abort()
+
     def lost(self, partition: int) -> None:
         """The partition is not active here any more."""
         if partition not in self._handing and self.session.sent.pop(partition, None) is not None:
