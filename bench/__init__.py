@@ -20,6 +20,7 @@ GROUPS: Final = {
     "storage": "bench.storage",
     "node": "bench.node",
     "client": "bench.client",
+    "lake": "bench.lake",
     "growth": "bench.growth",
 }
 

@@ -3,9 +3,10 @@
 `Bucket.open(directory)` is the way in. Nothing here opens a socket; docs/storage.md describes the format.
 """
 
-from upper.storage.bucket import Bucket, Commit, Opening, fresh_branch
+from upper.storage.bucket import Bucket, Commit
 from upper.storage.changes import Changes
 from upper.storage.disk import Disk
+from upper.storage.opening import Opening, fresh_branch
 from upper.storage.partition import Mode, PartitionStore, Written
 from upper.storage.records import Item
 from upper.storage.settings import Durability, StorageSettings

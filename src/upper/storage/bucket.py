@@ -15,11 +15,8 @@ an unclean end is admitted when the directory is opened again: every active part
 from __future__ import annotations
 
 import asyncio
-import errno
-import fcntl
 import logging
 import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,23 +25,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError, UpperError
+from upper.errors import NotWritable, StorageError, UpperError
 from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno, State, Version
-from upper.storage import load, records
+from upper.storage import marks, opening, records
 from upper.storage.clock import Clock
 from upper.storage.disk import Disk
 from upper.storage.expiry import Expiry
 from upper.storage.files import MAX_OFFSET, File, Files, location
 from upper.storage.journal import Journal
-from upper.storage.load import Identity, Loader, Mark
+from upper.storage.load import Loader
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
 from upper.storage.rewrite import Rewriter
 from upper.storage.settings import MIB, Durability, StorageSettings
 
 log = logging.getLogger("upper.storage")
-
-DEFAULT_PARTITIONS = 1024
-UNKNOWN_BRANCH = BranchId(1)  # what a partition has before anything was read of it
 
 
 class Commit(NamedTuple):
@@ -53,15 +47,6 @@ class Commit(NamedTuple):
     ticket: int
     records: list[bytes]  # changes and flushes, in order
     error: StorageError | None = None
-
-
-class Opening(NamedTuple):
-    """What opening the directory found."""
-
-    clean: bool  # it was closed in order
-    cut: int  # bytes of unfinished batches that were cut off the journal
-    branched: bool  # something that was acknowledged may be gone, so history branched
-    seconds: float
 
 
 class _Batch(NamedTuple):
@@ -86,11 +71,6 @@ class _Outcome(NamedTuple):
     size: int
 
 
-def fresh_branch() -> BranchId:
-    """An id for a branch: 48 random bits, so that it survives every JSON number."""
-    return BranchId(secrets.randbits(47) + 2)
-
-
 class Bucket:
     """Use `Bucket.open`. Without `attach`, `commit()` writes what is pending; with it nobody needs to."""
 
@@ -100,7 +80,7 @@ class Bucket:
         settings: StorageSettings,
         disk: Disk,
         time_ns: Callable[[], int],
-        identity: Identity,
+        identity: marks.Identity,
         lock: int,
     ) -> None:
         self.directory, self.settings, self.disk = directory, settings, disk
@@ -111,7 +91,10 @@ class Bucket:
         self.expiry = Expiry()
         self.partitions = [
             PartitionStore(
-                self, Partition(number), state=State.DEAD, log=FailoverLog((Version(UNKNOWN_BRANCH, ZERO),))
+                self,
+                Partition(number),
+                state=State.DEAD,
+                log=FailoverLog((Version(opening.UNKNOWN_BRANCH, ZERO),)),
             )
             for number in range(identity.partitions)
         ]
@@ -121,9 +104,10 @@ class Bucket:
         self.facts_pending = False  # some of them are facts that streams do not carry
         self.ticket = 1
         self.done = 0
+        self.acknowledged = 0  # the last batch that counts; with durability=memory ahead of `done`
         self.failed: StorageError | None = None
         self.closed = False
-        self.opening = Opening(True, 0, False, 0.0)
+        self.opening = opening.Opening(True, 0, False, 0.0)
         self.live = 0  # bytes of all records, as last weighed
         self.resident = 0  # bytes of those in memory
         self._lock = lock
@@ -155,119 +139,25 @@ class Bucket:
         """Open the bucket in this directory; if there is none, make one of that name, size and state."""
         began = time.monotonic()
         directory, disk = Path(path), disk or Disk()
-        settings = settings or StorageSettings()
-        lock = lock_directory(directory, disk)
+        lock = opening.lock_directory(directory, disk)
         try:
-            identity = load.read_identity(directory)
-            if identity is None:
-                identity = _create(directory, disk, name, partitions or DEFAULT_PARTITIONS)
-            elif partitions is not None and partitions != identity.partitions:
-                raise StorageError(
-                    f"{directory} has {identity.partitions} partitions, not {partitions}; "
-                    "leave the number out, or use another directory"
-                )
-            bucket = cls(directory, settings, disk, time_ns, identity, lock)
-            bucket._load(state, began)
+            identity = opening.identify(directory, disk, name=name, partitions=partitions)
+            bucket = cls(directory, settings or StorageSettings(), disk, time_ns, identity, lock)
+            bucket.opening = opening.load_bucket(bucket, state, began)
         except BaseException:
             os.close(lock)
             raise
         return bucket
 
-    def _load(self, state: State, began: float) -> None:
-        mark = load.read_mark(self.directory)
-        loader = Loader(
-            self.directory,
-            self.files,
-            uuid=self.uuid,
-            partitions=len(self.partitions),
-            stores=self.partitions,
-            expiry=self.expiry,
-            quota=self.settings.memory_quota,
-        )
-        floor = load.read_floor(self.directory, len(self.partitions))
-        leftovers = self._load_files(loader, floor)
-        segments, tail = loader.load_journal(floor.first)
-        loader.finish(tail.last)
-        self.clock.last = loader.clock
-        for finding in load.ending(tail, mark, known=load.last_known(loader, floor)):
-            load.refuse(finding)
-        self.journal.segments = segments
-        self.done, self.ticket = tail.last, tail.last + 1
-        clean = mark is None or mark.batch is not None
-        lost = mark is not None and (
-            mark.damaged or tail.doubtful or (not clean and mark.durability == Durability.MEMORY)
-        )
-        try:
-            self.settle(tail, leftovers)
-            if not tail.last:
-                # Facts before the mark: a directory with a mark and without a journal has lost it.
-                self._first_facts(state)
-                self.commit()
-            self._mark(Mark(None, self.settings.durability, damaged=lost))
-            if lost:
-                self._branch_off()
-        except (OSError, NotWritable) as error:
-            if not tail.last:
-                raise NotWritable(f"no bucket can be made in {self.directory}: {error}") from error
-            self._only_read(error)
-        for store in self.partitions:
-            self.served(store)
-        self.weigh()
-        self.opening = Opening(clean, tail.cut, lost, time.monotonic() - began)
-        if not clean or tail.cut:
-            log.warning(
-                "bucket %s: it was not closed in order; %d bytes of unfinished batches were cut off%s",
-                self.name, tail.cut, ", and history branched" if lost else "",
-            )  # fmt: skip
-
-    def _load_files(self, loader: Loader, floor: load.Floor) -> list[Path]:
-        """Each partition's newest file; returns what nobody needs any more."""
-        leftovers = list((self.directory / "partitions").glob("*.new"))
-        for number, path in load.pack_paths(self.directory):
-            file = self.files.add(path, number=number, size=path.stat().st_size)
-            loader.load_file(file)
-            self.rewriter.saw(number)
-            if not file.holders:
-                leftovers.append(path)
-        for store, needed in zip(self.partitions, floor.files, strict=True):
-            if (0 if store.file is None else store.file.number) < needed:
-                load.refuse(load.Finding(f"partition {store.id}", f"its file number {needed} is missing"))
-        return leftovers
-
-    def settle(self, tail: load.Tail, leftovers: list[Path]) -> None:
-        """Make the directory be what was read from it."""
-        for path in (*leftovers, *tail.drop):
-            self.disk.unlink(path)
-        for file, size in tail.torn:
-            fd = self.disk.open(file.path, os.O_WRONLY)
-            try:
-                self.disk.truncate(fd, size)
-                self.disk.fdatasync(fd)
-            finally:
-                self.disk.close(fd)
-
-    def _mark(self, mark: Mark) -> None:
-        load.write_mark(self.disk, self.directory, mark)
-
-    def _first_facts(self, state: State) -> None:
-        for store in self.partitions:
-            store.set_state(state)
-            store.set_log(FailoverLog((Version(fresh_branch(), ZERO),)))
-
-    def _branch_off(self) -> None:
-        for store in self.partitions:
-            if store.state is State.ACTIVE:
-                store.set_log(store.log.promoted(store.complete, fresh=fresh_branch()))
-        self.commit()
-        # Only now is the loss admitted, and the mark may forget it.
-        self._mark(Mark(None, self.settings.durability))
-
-    def _only_read(self, error: OSError | NotWritable) -> None:
-        """The directory cannot be written from the start: serve what it holds."""
-        self.pending.clear()
+    def only_read(self, error: OSError | NotWritable) -> None:
+        """The disk refuses: from here on the bucket serves what it holds, and takes nothing more."""
         if self.failed is None:
-            self.failed = error if isinstance(error, NotWritable) else _not_writable(self.directory, error)
-        log.error("bucket %s: %s", self.name, self.failed)
+            if isinstance(error, OSError):
+                error = opening.not_writable(self.directory, error)
+            self.failed = error
+            log.error("bucket %s: %s", self.name, self.failed)
+        self.pending = []
+        self.table[:] = [None] * len(self.table)
 
     def close(self) -> None:
         """Write what is pending, note that all is in order, and let go of the directory."""
@@ -284,7 +174,8 @@ class Bucket:
                 self._writer.shutdown()
             if self.failed is None:
                 try:
-                    self._mark(Mark(self.done, self.settings.durability))
+                    mark = marks.Mark(self.done, self.settings.durability)
+                    marks.write_mark(self.disk, self.directory, mark)
                 except OSError as error:
                     log.error("bucket %s: it could not be marked as closed: %s", self.name, error)
             self.journal.close()
@@ -343,7 +234,7 @@ class Bucket:
             wanted = self.ticket - 1
         if self.failed is not None:
             future.set_exception(self.failed)
-        elif wanted <= self.done:
+        elif wanted <= self.acknowledged:
             future.set_result(None)
         else:
             self._waiting.append((wanted, future))
@@ -383,7 +274,9 @@ class Bucket:
         self.rewriter.after_batch(batch.ticket)
         if self.settings.durability is Durability.MEMORY:
             self._reach(batch)
+            self.acknowledged = batch.ticket
             self._publish(Commit(batch.ticket, batch.streamed))
+            self._resolve()
         if self._writer is not None and self._loop is not None and not self.closed:
             self._writing = self._writer.submit(self._write, batch)
             self._writing.add_done_callback(self._wake)
@@ -416,6 +309,7 @@ class Bucket:
                 self._fail(outcome.batch, outcome.error)
                 return
             self.done = outcome.batch.ticket
+            self.acknowledged = max(self.acknowledged, self.done)
             if self.settings.durability is Durability.DISK:
                 self._reach(outcome.batch)
             self._unweighed += outcome.size
@@ -442,11 +336,12 @@ class Bucket:
             listener(commit)
 
     def _resolve(self) -> None:
-        while self._waiting and (self.failed is not None or self._waiting[0][0] <= self.done):
-            _, future = self._waiting.popleft()
+        while self._waiting and (self.failed is not None or self._waiting[0][0] <= self.acknowledged):
+            ticket, future = self._waiting.popleft()
             if future.done():
                 continue
-            if self.failed is not None:
+            if ticket > self.acknowledged:
+                assert self.failed is not None
                 future.set_exception(self.failed)
             else:
                 future.set_result(None)
@@ -459,18 +354,21 @@ class Bucket:
             raise self.failed
 
     def _fail(self, batch: _Batch, error: OSError) -> None:
-        self.failed = failed = _not_writable(self.directory, error)
-        log.error("bucket %s: batch %d: %s", self.name, batch.ticket, failed)
         rest, self.pending = self.pending, []
-        self.table[:] = [None] * len(self.table)
+        self.only_read(error)
         self.rewriter.cancel()
-        if self.settings.durability is Durability.DISK:
+        if self.settings.durability is Durability.MEMORY:
+            # Memory is the truth there, and what is in it counts; a restart will admit what the disk lacks.
+            if rest:
+                self.acknowledged = self.ticket
+                self._publish(Commit(self.ticket, records.changes_only(rest)))
+        else:
             touched = records.partitions_in([*batch.records, *rest])
             self._read_again([self.partitions[number] for number in touched])
-            self._publish(Commit(batch.ticket, batch.streamed, failed))
-        if rest:
-            self.ticket += 1
-            self._publish(Commit(self.ticket - 1, records.changes_only(rest), failed))
+            self._publish(Commit(batch.ticket, batch.streamed, self.failed))
+            if rest:
+                self._publish(Commit(self.ticket, records.changes_only(rest), self.failed))
+        self.ticket += bool(rest)
         self._resolve()
 
     def _read_again(self, stores: list[PartitionStore]) -> None:
@@ -516,7 +414,7 @@ class Bucket:
         """See `PartitionStore.rollback`."""
         self.writable()
         self.commit()
-        return self.rewriter.roll_back(store, to, fresh=fresh or fresh_branch())
+        return self.rewriter.roll_back(store, to, fresh=fresh or opening.fresh_branch())
 
     def compact(self, partitions: list[PartitionStore] | None = None) -> None:
         """Rewrite these partitions (by default: all), now, and let the journal forget what it can."""
@@ -572,51 +470,3 @@ class Bucket:
                     store.evicted += size
                     self._unweighed -= size
             at += size
-
-
-def lock_directory(directory: Path, disk: Disk) -> int:
-    """Make the directory if need be, and keep every other process out of it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        try:
-            fd = disk.open(directory / "lock", os.O_RDWR | os.O_CREAT)
-        except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.ENOSPC):
-                raise
-            fd = disk.open(directory / "lock", os.O_RDONLY)
-    except OSError as error:
-        raise NotWritable(
-            f"{directory} cannot be opened ({error.strerror}); check that it exists and may be written"
-        ) from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise DirectoryInUse(
-            f"another process has {directory} open; stop it, or use another directory"
-        ) from error
-    return fd
-
-
-def _create(directory: Path, disk: Disk, name: str, partitions: int) -> Identity:
-    if partitions < 1 or partitions & (partitions - 1) or partitions > 32768:
-        raise StorageError(f"a bucket has a power of two of partitions, at most 32768, not {partitions}")
-    if (directory / "journal").exists() and any((directory / "journal").iterdir()):
-        raise Corrupt(f"{directory} holds a journal but no bucket.json; restore it or use another directory")
-    identity = Identity(secrets.randbits(63) + 1, name, partitions)
-    try:
-        (directory / "journal").mkdir(exist_ok=True)
-        (directory / "partitions").mkdir(exist_ok=True)
-        load.write_identity(disk, directory, identity)
-    except OSError as error:
-        raise NotWritable(
-            f"no bucket can be made in {directory} ({error.strerror}); check its disk"
-        ) from error
-    return identity
-
-
-def _not_writable(directory: Path, error: OSError) -> NotWritable:
-    return NotWritable(
-        f"{directory} cannot be written ({error.strerror or error}); reads go on, and writes need "
-        "a disk that works and a restart"
-    )

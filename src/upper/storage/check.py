@@ -20,10 +20,12 @@ from pathlib import Path
 
 from upper.errors import StorageError
 from upper.model.values import ZERO, FailoverLog, State, Version
-from upper.storage import load, records
-from upper.storage.bucket import UNKNOWN_BRANCH, Bucket, fresh_branch, lock_directory
+from upper.storage import load, marks, records
+from upper.storage.bucket import Bucket
 from upper.storage.disk import Disk
-from upper.storage.load import Finding, Loader, Mark, Tail
+from upper.storage.load import Finding, Loader, Tail
+from upper.storage.marks import Mark
+from upper.storage.opening import UNKNOWN_BRANCH, fresh_branch, lock_directory, settle
 from upper.storage.partition import PartitionStore
 from upper.storage.settings import StorageSettings
 
@@ -36,7 +38,7 @@ class Survey:
     tail: Tail
     loader: Loader
     mark: Mark | None
-    floor: load.Floor
+    floor: marks.Floor
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -102,7 +104,7 @@ def check_partition(store: PartitionStore) -> Iterator[Finding]:
 
 
 def _survey(directory: Path, lock: int) -> Survey:
-    identity = load.read_identity(directory)
+    identity = marks.read_identity(directory)
     assert identity is not None
     bucket = Bucket(directory, StorageSettings(compact=False), Disk(), lambda: 0, identity, lock)
     findings: list[Finding] = []
@@ -114,8 +116,8 @@ def _survey(directory: Path, lock: int) -> Survey:
         stores=bucket.partitions,
         problem=findings.append,
     )
-    mark = load.read_mark(directory)
-    floor = load.read_floor(directory, identity.partitions)
+    mark = marks.read_mark(directory)
+    floor = marks.read_floor(directory, identity.partitions)
     for number, path in load.pack_paths(directory):
         loader.load_file(bucket.files.add(path, number=number, size=path.stat().st_size))
         bucket.rewriter.saw(number)
@@ -146,7 +148,7 @@ def repair(directory: Path) -> Iterator[Finding]:
                 yield _begin_anew(survey.bucket.partitions[number])
             _write_anew(survey)
         elif survey.tail.cut:
-            survey.bucket.settle(survey.tail, [])
+            settle(survey.bucket, survey.tail, [])
 
 
 def _begin_anew(store: PartitionStore) -> Finding:
@@ -163,7 +165,7 @@ def _begin_anew(store: PartitionStore) -> Finding:
 def _write_anew(survey: Survey) -> None:
     bucket, directory = survey.bucket, survey.bucket.directory
     durability = bucket.settings.durability if survey.mark is None else survey.mark.durability
-    load.write_mark(bucket.disk, directory, Mark(None, durability, damaged=True))
+    marks.write_mark(bucket.disk, directory, Mark(None, durability, damaged=True))
     # One past everything that any file ever spoke of, so that no old batch can be taken for a new one.
     known = load.last_known(survey.loader, survey.floor)
     marked = 0 if survey.mark is None else survey.mark.batch or 0
@@ -173,7 +175,7 @@ def _write_anew(survey: Survey) -> None:
     bucket.rewriter.compact_now(bucket.partitions)
     bucket.journal.begin(max((number for number, _ in old), default=0) + 1, bucket.done + 1)
     files = tuple(0 if store.file is None else store.file.number for store in bucket.partitions)
-    load.write_floor(bucket.disk, directory, load.Floor(bucket.done + 1, files))
+    marks.write_floor(bucket.disk, directory, marks.Floor(bucket.done + 1, files))
     bucket.journal.close()
     for _, path in old:
         bucket.disk.unlink(path)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -63,7 +63,6 @@ class Pack:
     sections: list[Section]
     pins: list[File]
     purge_before: int = 0  # deletions with a lower CAS are left out
-    share: Callable[[], float] = lambda: 1.0  # how much of its time the writer may work
     size: int = 0
     committed: Event = field(default_factory=Event)  # the batch is on disk, or never will be
     cancelled: bool = False
@@ -103,10 +102,10 @@ def write(disk: Disk, files: Files, pack: Pack) -> None:
     filled = pack.size = len(ready[0])
     number = 0
     try:
-        began = time.monotonic()
         for section in pack.sections:
             for payload in _payloads(pack, section, files):
                 ready.append(frame(number, pack.clock, payload))
+                time.sleep(0)  # lets the loop have the interpreter, if it waits for it
                 number += 1
                 filled += len(ready[-1])
                 pack.size += len(ready[-1])
@@ -115,18 +114,10 @@ def write(disk: Disk, files: Files, pack: Pack) -> None:
                 if filled >= FRAME_SIZE:
                     write_all(disk, fd, b"".join(ready))
                     ready, filled = [], 0
-                    rest(began, pack.share())
-                    began = time.monotonic()
         write_all(disk, fd, b"".join(ready))
         disk.fdatasync(fd)
     finally:
         disk.close(fd)
-
-
-def rest(began: float, share: float) -> None:
-    """After working since `began`: stay away for so long that work is only this share of the time."""
-    if share < 1:
-        time.sleep(min(1.0, (time.monotonic() - began) * (1 / share - 1)))
 
 
 def install(disk: Disk, packs: list[Pack]) -> None:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from upper.errors import NotWritable, StorageError
 from upper.model.values import ZERO, BranchId, FailoverLog, Seqno, Version
-from upper.storage import compact, load, records
+from upper.storage import compact, load, marks, records
 from upper.storage.files import File
 from upper.storage.frames import Frames
 from upper.storage.partition import PartitionStore
@@ -51,6 +52,7 @@ class Rewriter:
         self._packs: list[compact.Pack] = []
         self._closed = False
         self._urgent = self._full = False
+        self._rest_until = 0.0
         self._files = 0  # bytes of all partition files
         self.rewritten = 0  # bytes, since the bucket was opened
         self.runs = 0
@@ -196,15 +198,11 @@ class Rewriter:
         chosen, self._chosen = self._chosen, []
         self._packs = self._make_packs([store for store in chosen if not store.compacting], batch)
         for pack in self._packs:
-            pack.share = self._share
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
         if self._packs:
             assert self._worker is not None
             self._worker.submit(self._run, self._packs)
-
-    def _share(self) -> float:
-        return 1.0 if self._urgent or self._closed else self._bucket.settings.compact_share
 
     def _make_packs(self, stores: list[PartitionStore], batch: int) -> list[compact.Pack]:
         """Take down these partitions, and share them out to files."""
@@ -241,12 +239,21 @@ class Rewriter:
     def _run(self, packs: list[compact.Pack]) -> None:
         """In the worker: write, wait for the batch, give the files their names."""
         error: Exception | None = None
+        self._rest()
+        began = time.monotonic()
         try:
             self._write(packs)
         except (OSError, StorageError) as caught:
             error = caught
+        now = time.monotonic()
+        self._rest_until = now + min(5.0, (now - began) * (1 / self._bucket.settings.compact_share - 1))
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._finish, packs, error)
+
+    def _rest(self) -> None:
+        """Stay away until the last run was only its share of the time, unless there is no time for that."""
+        while not self._urgent and not self._closed and (left := self._rest_until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.02))
 
     def _write(self, packs: list[compact.Pack]) -> None:
         for pack in packs:
@@ -326,7 +333,7 @@ class Rewriter:
             return
         files = tuple(0 if store.file is None else store.file.number for store in bucket.partitions)
         try:
-            load.write_floor(bucket.disk, bucket.directory, load.Floor(needed, files))
+            marks.write_floor(bucket.disk, bucket.directory, marks.Floor(needed, files))
             bucket.journal.forget(needed)
         except OSError as error:
             log.error("bucket %s: old journal segments stay: %s", bucket.name, error)

@@ -1,0 +1,336 @@
+"""The bucket against SQLite in WAL mode and LMDB, all three with the same promise.
+
+The promise: when a commit returns, its changes are on disk, found by key and, in order, by seqno. SQLite has
+a table with an index by seqno and `synchronous = FULL`; LMDB has two maps and syncs every transaction. The
+bucket is driven as a node drives it: request packets through the kernel, then a commit.
+
+Items of a 16-byte key and a 100-byte value, in 1024 partitions. All of it happens in one temporary directory
+below the working directory, because /tmp may be memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import rmtree
+from statistics import median
+from struct import pack
+
+import lmdb
+
+from bench import Row, resident, seconds
+from upper import kernel
+from upper.model.values import ZERO
+from upper.storage import Bucket, StorageSettings
+
+PARTITIONS = 1024
+BATCH = 1000
+VALUE = b"v" * 100
+QUIET = StorageSettings(compact=False)
+
+
+def key_of(number: int) -> bytes:
+    """Keys in no order, as hashes and ids are: in order they would spare a tree most of its work."""
+    return b"%016x" % (number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
+
+
+def set_request(number: int) -> bytes:
+    head = pack(">BBHBBHIIQ", 0x80, 0x01, 16, 8, 0, number % PARTITIONS, 124, number & 0xFFFFFFFF, 0)
+    return head + bytes(8) + key_of(number) + VALUE
+
+
+def get_request(number: int) -> bytes:
+    head = pack(">BBHBBHIIQ", 0x80, 0x00, 16, 0, 0, number % PARTITIONS, 16, number & 0xFFFFFFFF, 0)
+    return head + key_of(number)
+
+
+# ── The three ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Ours:
+    name = "upper"
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory / "bucket"
+        self.bucket = Bucket.open(self.directory, QUIET, partitions=PARTITIONS)
+
+    def prepare(self, numbers: range) -> bytes:
+        return b"".join(map(set_request, numbers))
+
+    def commit(self, prepared: bytes) -> None:
+        self.bucket.clock.move()
+        kernel.run(prepared, 0, self.bucket.table, self.bucket.clock, self.bucket.pending, bytearray())
+        self.bucket.commit()
+
+    def get_all(self, numbers: range) -> Callable[[], object]:
+        requests = b"".join(map(get_request, numbers))
+        bucket = self.bucket
+        return lambda: kernel.run(
+            requests, 0, bucket.table, bucket.clock, bucket.pending, bytearray(), room=1 << 40
+        )
+
+    def scan(self) -> int:
+        return sum(
+            len(kernel.join(chunk, 1))
+            for store in self.bucket.partitions
+            for chunk in store.changes_after(ZERO).chunks(1 << 20)
+        )
+
+    def close(self) -> None:
+        self.bucket.close()
+
+
+class Sqlite:
+    name = "SQLite"
+
+    def __init__(self, directory: Path) -> None:
+        self.db = sqlite3.connect(directory / "items.sqlite", isolation_level=None)
+        self.db.execute("pragma journal_mode = wal")
+        self.db.execute("pragma synchronous = full")
+        self.db.execute(
+            "create table items (partition int, key blob, seqno int, record blob,"
+            " primary key (partition, key)) without rowid"
+        )
+        self.db.execute("create index by_seqno on items (partition, seqno)")
+        self.seqnos = array("Q", bytes(8 * PARTITIONS))
+
+    def prepare(self, numbers: range) -> list[tuple[int, bytes, int, bytes]]:
+        rows = []
+        for number in numbers:
+            partition = number % PARTITIONS
+            self.seqnos[partition] += 1
+            rows.append((partition, key_of(number), self.seqnos[partition], VALUE))
+        return rows
+
+    def commit(self, prepared: list[tuple[int, bytes, int, bytes]]) -> None:
+        self.db.execute("begin")
+        self.db.executemany("insert or replace into items values (?, ?, ?, ?)", prepared)
+        self.db.execute("commit")
+
+    def get_all(self, numbers: range) -> Callable[[], object]:
+        wanted = [(number % PARTITIONS, key_of(number)) for number in numbers]
+        query = "select record from items where partition = ? and key = ?"
+        return lambda: [self.db.execute(query, pair).fetchone() for pair in wanted]
+
+    def scan(self) -> int:
+        query = "select record from items where partition = ? order by seqno"
+        return sum(
+            len(record) for number in range(PARTITIONS) for (record,) in self.db.execute(query, (number,))
+        )
+
+    def close(self) -> None:
+        self.db.close()
+
+
+class Lmdb:
+    name = "LMDB"
+
+    def __init__(self, directory: Path) -> None:
+        self.env = lmdb.open(str(directory / "lmdb"), map_size=8 << 30, max_dbs=2)
+        self.by_key, self.by_seqno = self.env.open_db(b"key"), self.env.open_db(b"seqno")
+        self.seqnos = array("Q", bytes(8 * PARTITIONS))
+
+    def prepare(self, numbers: range) -> list[tuple[bytes, bytes]]:
+        rows = []
+        for number in numbers:
+            partition = number % PARTITIONS
+            self.seqnos[partition] += 1
+            place = pack(">HQ", partition, self.seqnos[partition])
+            rows.append((place[:2] + key_of(number), place))
+        return rows
+
+    def commit(self, prepared: list[tuple[bytes, bytes]]) -> None:
+        with self.env.begin(write=True) as txn:
+            for key, place in prepared:
+                old = txn.get(key, db=self.by_key)
+                if old is not None:
+                    txn.delete(bytes(old[:10]), db=self.by_seqno)
+                txn.put(key, place + VALUE, db=self.by_key)
+                txn.put(place, key, db=self.by_seqno)
+
+    def get_all(self, numbers: range) -> Callable[[], object]:
+        wanted = [pack(">H", number % PARTITIONS) + key_of(number) for number in numbers]
+
+        def get() -> None:
+            with self.env.begin(db=self.by_key) as txn:
+                for key in wanted:
+                    txn.get(key)
+
+        return get
+
+    def scan(self) -> int:
+        with self.env.begin() as txn:
+            found = 0
+            for _, key in txn.cursor(db=self.by_seqno):
+                record = txn.get(key, db=self.by_key)
+                found += 0 if record is None else len(record)
+            return found
+
+    def close(self) -> None:
+        self.env.close()
+
+
+Engine = Ours | Sqlite | Lmdb
+
+
+def writing(engines: list[Engine], batches: int, start: int = 0) -> dict[str, float]:
+    """Items a second of each, in commits of a thousand; making the batches is not counted.
+
+    They take turns, and the median commit counts: whatever else the machine does meets all of them alike.
+    """
+    spent: dict[str, list[float]] = {engine.name: [] for engine in engines}
+    for batch in range(batches):
+        for engine in engines:
+            prepared = engine.prepare(range(start + batch * BATCH, start + (batch + 1) * BATCH))
+            began = time.perf_counter()
+            engine.commit(prepared)  # type: ignore[arg-type]
+            spent[engine.name].append(time.perf_counter() - began)
+    return {name: BATCH / median(times) for name, times in spent.items()}
+
+
+def compared(name: str, unit: str, rates: dict[str, float], expected: str = "") -> Iterator[Row]:
+    """Ours, once against each of the others."""
+    for other, rate in rates.items():
+        if other != "upper":
+            yield Row(
+                name=name,
+                value=rates["upper"],
+                unit=unit,
+                ratio=rates["upper"] / rate,
+                against=other,
+                expected=expected,
+            )
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
+        directory = Path(name)
+        yield from against_others(directory, batches=100 if quick else 500)
+        yield from at_rest(directory, items=100_000 if quick else 1_000_000)
+        yield from while_compacting(directory, items=50_000 if quick else 200_000)
+
+
+def against_others(directory: Path, batches: int) -> Iterator[Row]:
+    engines: list[Engine] = [Ours(directory), Sqlite(directory), Lmdb(directory)]
+    items = batches * BATCH
+    inserts = writing(engines, batches)
+    yield from compared("durable inserts, 1,000 a commit", "items/s", inserts, ">= 10x")
+    overwrites = writing(engines, batches)
+    yield from compared("durable overwrites, 1,000 a commit", "items/s", overwrites, ">= 10x")
+    scans = {engine.name: items / seconds(engine.scan) for engine in engines}
+    yield from compared("scan in seqno order", "items/s", scans)
+    gets = {engine.name: items / seconds(engine.get_all(range(items))) for engine in engines}
+    yield from compared("get", "items/s", gets)
+    for engine in engines:
+        engine.close()
+
+
+CHILD = """
+import gc, sys, time
+from bench import resident
+from upper.storage import Bucket, StorageSettings
+gc.disable()
+before = resident()
+began = time.perf_counter()
+bucket = Bucket.open(sys.argv[1], StorageSettings(compact=False))
+took = time.perf_counter() - began
+items = sum(store.count for store in bucket.partitions)
+print(took, (resident() - before) / items)
+bucket.close()
+"""
+
+
+def reopened(directory: Path) -> tuple[float, float]:
+    """Seconds that opening takes, and bytes of memory an item, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(directory)], capture_output=True, text=True, check=True
+    )
+    took, memory = done.stdout.split()
+    return float(took), float(memory)
+
+
+def at_rest(directory: Path, items: int) -> Iterator[Row]:
+    """Memory, disk and start-up of a bucket that is only filled."""
+    home = directory / "rest"
+    home.mkdir()
+    before = resident()
+    engine = Ours(home)
+    writing([engine], items // BATCH, start=10_000_000)
+    gc.collect()
+    yield Row(
+        name="memory of a 116-byte item, as written",
+        value=(resident() - before) / items,
+        unit="bytes",
+        expected="<= 400",
+    )
+    engine.bucket.weigh()
+    yield Row(name="disk of a 116-byte item, journal", value=engine.bucket.journal.size / items, unit="bytes")
+    engine.close()
+    scale = 1_000_000 / items
+    took, memory = min(reopened(engine.directory) for _ in range(2))
+    yield Row(name="start-up of 1M items, from the journal", value=took * scale, unit="s", expected="<= 1.5")
+    yield Row(name="memory of a 116-byte item, reopened", value=memory, unit="bytes", expected="<= 400")
+    bucket = Bucket.open(engine.directory, QUIET)
+    began = time.perf_counter()
+    bucket.compact()
+    yield Row(name="compaction of everything", value=items / (time.perf_counter() - began), unit="items/s")
+    yield Row(name="disk of a 116-byte item, compacted", value=bucket.rewriter.disk_use / items, unit="bytes")
+    bucket.close()
+    took, _ = min(reopened(engine.directory) for _ in range(2))
+    yield Row(name="start-up of 1M items, compacted", value=took * scale, unit="s", expected="<= 1.5")
+
+
+def while_compacting(directory: Path, items: int) -> Iterator[Row]:
+    """Overwriting for so long that everything is rewritten several times, with and without the rewriter."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    worst = rewritten = 0.0
+    for turn in range(6):
+        compact = bool(turn % 2)
+        home = directory / f"overwriting-{turn}"
+        rate, high, times = asyncio.run(overwriting(home, items, compact=compact))
+        rates[compact].append(rate)
+        if compact:
+            worst, rewritten = max(worst, high), max(rewritten, times)
+        rmtree(home)
+    with_it, without = median(rates[True]), median(rates[False])
+    yield Row(
+        name="overwrites while compacting",
+        value=with_it,
+        unit="items/s",
+        ratio=with_it / without,
+        against="without compaction",
+        expected=">= 0.7x",
+    )
+    yield Row(name="worst disk use meanwhile", value=worst, unit="x live data", expected="<= 2.5")
+    yield Row(name="rewritten meanwhile", value=rewritten, unit="x live data")
+
+
+async def overwriting(home: Path, items: int, *, compact: bool) -> tuple[float, float, float]:
+    bucket = Bucket.open(home, StorageSettings(compact=compact), partitions=PARTITIONS)
+    bucket.attach(asyncio.get_running_loop())
+    requests = [b"".join(map(set_request, range(start, start + BATCH))) for start in range(0, items, BATCH)]
+    worst = spent = 0.0
+    count = 0
+    for turn in range(6):
+        for request in requests:
+            began = time.perf_counter()
+            bucket.clock.move()
+            kernel.run(request, 0, bucket.table, bucket.clock, bucket.pending, bytearray())
+            bucket.kick()
+            await bucket.saved()
+            if turn:
+                spent += time.perf_counter() - began
+                count += BATCH
+        if turn:
+            worst = max(worst, bucket.rewriter.disk_use / bucket.live)
+    rewritten = bucket.rewriter.rewritten / bucket.live
+    bucket.close()
+    return count / spent, worst, rewritten

@@ -1,0 +1,108 @@
+"""The small files of a data directory: what bucket it is, how it was left, what the journal may lack.
+
+    bucket.json    format version, uuid, name, number of partitions; written once
+    state.json     `batch`: the last batch, if the bucket was closed in order, else null; `durability` of who
+                   wrote last; `damaged`: something acknowledged is gone and no branch admits it yet
+    journal.json   `first`: batches before this one may be gone; `files`: each partition's file that replaces
+                   them, or a newer one, must be there
+
+Each is replaced as a whole: written beside, synced, renamed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upper.errors import Corrupt, WrongVersion
+from upper.storage.disk import Disk, replace_file
+from upper.storage.frames import FORMAT
+
+CHECK = "run `upper check` on the directory"
+
+
+class Identity(NamedTuple):
+    """What `bucket.json` says."""
+
+    uuid: int
+    name: str
+    partitions: int
+
+
+class Mark(NamedTuple):
+    """What `state.json` says about how the bucket was left. `batch` is None unless it was closed in order."""
+
+    batch: int | None
+    durability: str
+    damaged: bool = False  # a repair took something away that had been acknowledged
+
+
+class Floor(NamedTuple):
+    """What `journal.json` says: batches before `first` may be gone, and which files hold them instead."""
+
+    first: int
+    files: tuple[int, ...]
+
+
+def read_identity(directory: Path) -> Identity | None:
+    content = _read_json(directory / "bucket.json")
+    if content is None:
+        return None
+    version = content.get("format")
+    if version != FORMAT:
+        raise WrongVersion(
+            f"{directory} was written in format {version} and this version knows {FORMAT}; "
+            "use the version that wrote it"
+        )
+    try:
+        return Identity(int(content["uuid"], 16), str(content["name"]), int(content["partitions"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{directory / 'bucket.json'} does not say what bucket this is; restore it") from error
+
+
+def write_identity(disk: Disk, directory: Path, identity: Identity) -> None:
+    content = {
+        "format": FORMAT,
+        "uuid": f"{identity.uuid:016x}",
+        "name": identity.name,
+        "partitions": identity.partitions,
+    }
+    replace_file(disk, directory / "bucket.json", json.dumps(content).encode())
+
+
+def read_mark(directory: Path) -> Mark | None:
+    content = _read_json(directory / "state.json")
+    if content is None:
+        return None
+    batch = content.get("batch")
+    return Mark(
+        None if batch is None else int(batch), str(content.get("durability")), bool(content.get("damaged"))
+    )
+
+
+def write_mark(disk: Disk, directory: Path, mark: Mark) -> None:
+    replace_file(disk, directory / "state.json", json.dumps(mark._asdict()).encode())
+
+
+def read_floor(directory: Path, partitions: int) -> Floor:
+    content = _read_json(directory / "journal.json")
+    if content is None:
+        return Floor(1, (0,) * partitions)
+    return Floor(int(content["first"]), tuple(content["files"]))
+
+
+def write_floor(disk: Disk, directory: Path, floor: Floor) -> None:
+    replace_file(disk, directory / "journal.json", json.dumps(floor._asdict()).encode())
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise Corrupt(f"{path} is damaged; {CHECK}") from error
+    if not isinstance(content, dict):
+        raise Corrupt(f"{path} is damaged; {CHECK}")
+    return content
