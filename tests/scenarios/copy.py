@@ -51,9 +51,6 @@ class Copy:
         trail = self.trail.setdefault(event.partition, [])
         match event:
             case Rollback(to=to):
-                assert event.lost == (to, max([to, *(a.seqno for a in trail)])), (
-                    "it takes back what was given"
-                )
                 self.take_back(event.partition, to)
             case Mutation() | Deletion() | Expiration() | Flush():
                 assert event.seqno is not None
@@ -103,12 +100,18 @@ class Memory:
         self.state = Copy()
         self.live: Copy | None = None
         self.saves = 0
+        self.ends: set[tuple[Partition, Seqno]] = set()  # where a snapshot has ended, ever
 
     def load(self) -> Positions | None:
         return None if self.saved is None else Positions.from_json(json.loads(self.saved))
 
     def save(self, positions: Positions, /) -> None:
         assert self.live is not None
+        if self.ends:
+            for partition, place in positions.items():
+                assert not place.seqno or (partition, place.seqno) in self.ends, (
+                    "only snapshot ends are saved"
+                )
         self.saved = json.dumps(positions.to_json())
         # What is past the saved position comes again, or never does: it is not part of what is kept.
         self.state = self.live.cloned()
@@ -135,6 +138,7 @@ class Consumer:
         self.alive = True
         self.events: list[Event] = []
         self._wires: dict[Node, Wire] = {}
+        self._unread: dict[Node, bytes] = {}
         random = world.random
         self.wanted = Wanted(
             since=memory,
@@ -165,15 +169,21 @@ class Consumer:
 
     def _go_back(self, event: Rollback) -> Seqno | None:
         """Most applications can go where they are told; some only further back."""
+        given = [applied.seqno for applied in self.copy.trail.get(event.partition, [])]
+        assert event.lost == (event.to, max([event.to, *given])), "it takes back what was given"
         known = self.follower.lanes[event.partition].stream.trail.ends
         if known and self.world.random.random() < 0.2:
-            return self.world.random.choice([Seqno(0), *known])
+            to = self.world.random.choice([Seqno(0), *known])
+            self.copy.take_back(event.partition, to)
+            return to
         return None
 
     def _turn(self) -> None:
         if not self.alive:
             return
         now, follower = self.world.now, self.follower
+        for node in list(self._unread):
+            self._read(node)
         follower.tick(now)
         if follower.wants_map(now):
             if self.world.random.random() < 0.8:
@@ -181,6 +191,7 @@ class Consumer:
             else:
                 follower.not_learned(now)
         for node in follower.to_close():
+            self._unread.pop(node, None)
             self._wires.pop(node).cut()
         for node in follower.to_open(now):
             wire = self.world.connect(node, lambda data, node=node: self._receive(node, data))  # type: ignore[misc]
@@ -191,6 +202,7 @@ class Consumer:
                 follower.opened(node, now)
         for node, wire in list(self._wires.items()):
             if not wire.alive:
+                self._unread.pop(node, None)
                 del self._wires[node]
                 follower.failed(node, now, "cut")
             elif node in follower.wires and (out := follower.take_output(node)):
@@ -201,9 +213,16 @@ class Consumer:
         self.world.at(now + 0.02 + self.world.random.random() * 0.02, self._turn)
 
     def _receive(self, node: Node, data: bytes) -> None:
-        if not self.alive or node not in self.follower.wires:
+        """Bytes have come. Sometimes they are read at once, sometimes together with what comes next."""
+        if self.alive and node in self.follower.wires:
+            self._unread[node] = self._unread.get(node, b"") + data
+            if self.world.random.random() < 0.5:
+                self._read(node)
+
+    def _read(self, node: Node) -> None:
+        reader, now, data = self.reader, self.world.now, self._unread.pop(node)
+        if node not in self.follower.wires:
             return
-        reader, now = self.reader, self.world.now
         reader.push(node, data, now)
         reader.asked_on()
         while (item := reader.next(now)) is not None:
@@ -216,6 +235,8 @@ class Consumer:
             else:
                 self.events.append(item)
                 self.copy.apply(item)
+                if isinstance(item, SnapshotEnd):
+                    self.memory.ends.add((item.partition, item.seqno))
             reader.asked_on()
         wire = self._wires.get(node)
         if wire is not None and node in self.follower.wires and (out := self.follower.take_output(node)):
