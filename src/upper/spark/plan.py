@@ -5,7 +5,8 @@ a batch and never cuts one short, because between two snapshot ends there is no 
 had. Offsets only go forward as far as Spark can see: a rollback is a row of the batch.
 
 Under constant writing a batch may miss a version of a key that was overwritten between planning and
-reading; the next batch has the newer one. So not every end of a batch is a place to go back to. One is
+reading; the next batch has the newer one. A failover in between may bring back just the version that was
+missed. So not every end of a batch is a place to go on from on another branch, or to go back to. One is
 known to be when the next planning finds the partition where it was left: nothing can have been missed.
 """
 
@@ -43,14 +44,18 @@ def beginning(outlook: Outlook) -> Offset:
 def now(outlook: Outlook) -> Offset:
     """Behind everything that has happened; the query has nothing to go back to."""
     return Offset(
-        {p: Mark(outlook.logs[p].branch, high) for p, high in outlook.highs.items() if p in outlook.logs}
+        {
+            partition: Mark(outlook.logs[partition].branch, high, safe=high)
+            for partition, high in outlook.highs.items()
+            if partition in outlook.logs
+        }
     )
 
 
-def settled(start: Offset, outlook: Outlook) -> dict[Partition, Seqno]:
+def settled(start: Offset, outlook: Outlook) -> dict[Partition, Position]:
     """Places at which the query was consistent, for nothing has happened since."""
     return {
-        partition: mark.seqno
+        partition: mark.position
         for partition, mark in start.marks.items()
         if mark.seqno
         and mark.seqno == outlook.highs.get(partition)
@@ -63,7 +68,7 @@ def advance(
     start: Offset,
     outlook: Outlook,
     *,
-    safe: Mapping[Partition, Seqno],
+    safe: Mapping[Partition, Position],
     most_rows: int | None = None,
     target: Mapping[Partition, Seqno] | None = None,
 ) -> Offset:
@@ -96,20 +101,21 @@ def _move(
     partition: Partition,
     mark: Mark,
     outlook: Outlook,
-    safe: Mapping[Partition, Seqno],
+    safe: Mapping[Partition, Position],
     target: Mapping[Partition, Seqno] | None,
 ) -> Mark | None:
     log, high = outlook.logs.get(partition), outlook.highs[partition]
     if log is None:
         return None
     most = high if target is None else min(high, target.get(partition, ZERO))
+    sure = mark.seqno if safe.get(partition) == mark.position else mark.safe
     answer = decide(mark.position, log, high=high, purged=ZERO)
-    if isinstance(answer, Rollback):
-        back = mark.safe if mark.safe <= answer.to else ZERO
+    to = answer.to if isinstance(answer, Rollback) else mark.seqno
+    if to < mark.seqno or (mark.seqno > sure and log.branch != mark.branch):
+        back = sure if sure <= to else ZERO
         return Mark(log.branch, max(back, most), safe=back, back=back)
     if most <= mark.seqno:
         return None
-    sure = mark.seqno if safe.get(partition) == mark.seqno else mark.safe
     return Mark(log.branch, most, safe=sure)
 
 

@@ -38,7 +38,7 @@ from pyspark.sql.types import StructType
 from upper.client.bucket import connect
 from upper.client.positions import Positions
 from upper.errors import InvalidArguments
-from upper.model.values import Partition, Seqno
+from upper.model.values import Partition, Position, Seqno
 from upper.spark import plan
 from upper.spark.columns import FLUSH, ROLLBACK, rollback_row
 from upper.spark.feed import BucketFeed, Outlook
@@ -143,7 +143,7 @@ class ChangesStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvaila
 
     def __init__(self, options: SourceOptions, schema: StructType, *, width: int) -> None:
         super().__init__(options, schema, width=width)
-        self._safe: dict[Partition, Seqno] = {}
+        self._safe: dict[Partition, Position] = {}
         self._target: Mapping[Partition, Seqno] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
