@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MUTATION, FLUSH = 0x56, 0x59
+FLUSH = 0x59
 
 
 class Line:
@@ -146,14 +146,30 @@ class Hub:
         self.followers: dict[Follower, None] = {}
         self._choirs: dict[frozenset[int], Choir] = {}
         self._after: list[tuple[int, Callable[[], None]]] = []
+        self.open = 0  # streams
         self.commits = self.changes = 0
 
     def committed(self, commit: Commit) -> None:
         """Tell everybody; called in the order of commits, once their changes are durable."""
         self.commits += 1
-        changes = [record for record in commit.records if MUTATION <= record[1] <= FLUSH]
-        self.changes += len(changes)
-        groups = kernel.group(changes)
+        self.changes += len(commit.records)
+        if self.open or self.followers:
+            self._tell_all(kernel.group(commit.records))
+        self._due(commit.ticket)
+
+    def enter(self, stream: Stream, follower: Follower) -> None:
+        """A stream opens. While nobody follows, lines are not kept up; the first to come catches up."""
+        if not stream.line.streams:
+            stream.line.reached = stream.store.durable
+        stream.line.streams[stream] = follower
+        self.open += 1
+
+    def leave(self, stream: Stream) -> None:
+        if stream.line.streams.pop(stream, None) is not None:
+            self.open -= 1
+        stream.line.waiting.pop(stream, None)
+
+    def _tell_all(self, groups: dict[int, list[bytes]]) -> None:
         apart = self._apart(groups)
         batch = Batch(groups, self.lines)
         if groups:
@@ -177,9 +193,9 @@ class Hub:
             for run in runs:
                 self._tell(line, [run], only=line.streams)
                 line.reached = run.last
+            line.reached = line.store.durable
             for follower in tuple(self.followers):
                 follower.flushed(partition)
-        self._due(commit.ticket)
 
     def _apart(self, groups: dict[int, list[bytes]]) -> list[tuple[int, list[Run]]]:
         """Take out the partitions in which a flush happened: their streams are told one by one."""

@@ -66,7 +66,7 @@ class Sender(Follower):
     def add(self, stream: Stream) -> None:
         """A stream that the consumer has just been promised."""
         self.streams[stream.opaque] = self.partitions[stream.partition] = stream
-        stream.line.streams[stream] = self
+        self.node.hub.enter(stream, self)
         self._carry_out(stream, stream.machine.open())
 
     def say(self, data: bytes) -> None:
@@ -202,8 +202,7 @@ class Sender(Follower):
         self._leave_step(stream)
         self.partitions.pop(stream.partition, None)
         self._apart.pop(stream.partition, None)
-        stream.line.streams.pop(stream, None)
-        stream.line.waiting.pop(stream, None)
+        self.node.hub.leave(stream)
         if stream.todo is not None:
             self._queue.remove(stream)
             stream.todo = None

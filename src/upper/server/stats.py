@@ -159,7 +159,7 @@ GENERAL: tuple[Statistic, ...] = (
         G,
         "open now",
         lambda node: (
-            sum(len(line.streams) for line in node.hub.lines)
+            node.hub.open
             + sum(
                 c.desk is not None and c.desk.tap is not None and c.desk.tap.open
                 for c in node.connections.values()
