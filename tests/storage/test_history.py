@@ -143,6 +143,20 @@ def test_promotion_branches_at_the_last_complete_snapshot_and_keeps_what_came_af
     assert (again.log, again.high, again.state, again.complete) == (log, 6, State.ACTIVE, 6)
 
 
+def test_a_copy_filled_from_zero_counts_as_purged_up_to_its_first_snapshot_end(opened: Open) -> None:
+    store = replica(opened())
+    store.begin_snapshot(Seqno(9))
+    store.apply([change(4, b"a"), change(9, b"b")])
+    assert store.purged == 0
+    store.end_snapshot()
+    assert store.purged == 9
+    store.begin_snapshot(Seqno(12))
+    store.apply([change(12, b"a")])
+    store.end_snapshot()
+    assert store.purged == 9
+    assert opened().partitions[0].purged == 9
+
+
 def test_a_takeover_adds_no_branch(opened: Open) -> None:
     bucket = opened()
     store = replica(bucket)

@@ -123,6 +123,8 @@ class BucketMachine(RuleBasedStateMachine):
             store.promote(BranchId(1000 + store.log.versions[0].branch))
             copy.versions = len(store.log)
             assert store.log.versions[0].seqno == copy.complete
+            if copy.open_snapshot and copy.complete == 0:
+                copy.purged = max(copy.purged, copy.high)
             copy.open_snapshot = False
         else:
             store.set_state(state)
@@ -146,6 +148,8 @@ class BucketMachine(RuleBasedStateMachine):
             copy.put(key, value, seqno)
         if ends:
             store.end_snapshot()
+            if copy.complete == 0:
+                copy.purged = max(copy.purged, copy.high)
             copy.open_snapshot = False
             copy.note()
 

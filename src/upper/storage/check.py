@@ -86,8 +86,6 @@ def check_partition(store: PartitionStore) -> Iterator[Finding]:
             yield Finding(where, f"the entry with seqno {item.seqno} stands under another key")
         if not item.cas:
             yield Finding(where, f"the entry with seqno {item.seqno} has no CAS")
-        if item.deleted and item.seqno <= store.purged:
-            yield Finding(where, f"deletion {item.seqno} is still there, though purged up to {store.purged}")
     if any(count > 1 for count in counts.values()):
         yield Finding(where, "a key stands in it more than once")
     if high > store.high:

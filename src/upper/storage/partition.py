@@ -242,7 +242,7 @@ class PartitionStore(PartitionState):
     def end_snapshot(self) -> None:
         if self.incoming is not None:
             self.bucket.writable()
-            self.incoming = None
+            self._snapshot_ended()
             self._state(records.snapshot_end(self.id))
 
     def apply(self, changes: Iterable[bytes]) -> None:

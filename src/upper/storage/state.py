@@ -115,6 +115,12 @@ class PartitionState:
         self.high = self.purged = seqno
         self.size = self.evicted = self.tombstones = 0
 
+    def _snapshot_ended(self) -> None:
+        """Consistent again. What was filled from 0 never saw the deletions that its source had purged."""
+        if self.incoming is not None and self._complete == 0:
+            self.purged = max(self.purged, self.high)
+        self.incoming = None
+
     # ── From disk ─────────────────────────────────────────────────────────────────────────────────
 
     def replay(self, packet: bytes) -> None:
@@ -139,7 +145,7 @@ class PartitionState:
                     self._complete = self.high
                 self.incoming = records.u64_in(packet)
             case records.SNAPSHOT_END:
-                self.incoming = None
+                self._snapshot_ended()
             case records.FACTS:
                 facts = records.facts_in(packet)
                 self.high, self.purged, self._complete = facts.high, facts.purged, facts.complete
