@@ -21,6 +21,7 @@ GROUPS: Final = {
     "node": "bench.node",
     "client": "bench.client",
     "lake": "bench.lake",
+    "lake": "bench.lake",
     "growth": "bench.growth",
 }
 
