@@ -21,7 +21,6 @@ GROUPS: Final = {
     "node": "bench.node",
     "client": "bench.client",
     "lake": "bench.lake",
-    "lake": "bench.lake",
     "growth": "bench.growth",
 }
 
