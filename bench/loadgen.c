@@ -5,6 +5,7 @@
  *       prints requests a second and the distribution of their latencies
  *   loadgen live        the same SETs, and -f FOLLOWERS connections that follow every partition;
  *       prints how long after its response each change reached each follower
+ *       in all three, -x DEAF more connections follow every partition and never read
  *   loadgen drain       -p PORT -V PARTITIONS [-n TIMES]
  *       opens a stream of each partition up to now and reads until all have ended; prints items and bytes a second
  *   loadgen start       the same for streams from now on: prints the time until all are accepted and started
@@ -29,7 +30,7 @@
 enum { HEADER = 24, GET = 0x00, SET = 0x01, STREAM_REQ = 0x50, STREAM_START = 0x52, STREAM_END = 0x53, MUTATION = 0x56 };
 enum { BATCH = 1 << 20, UNTIL_NOW = 8 };
 
-static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1;
+static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1, deaf = 0;
 static long requests = 100000, base = 0;
 static double rate = 0;
 static int opcode = SET;
@@ -337,8 +338,18 @@ static void distribution(const char *name, job *jobs, int count) {
     free(all);
 }
 
+static void ignore_all(void) {
+    for (int i = 0; i < deaf; i++) {
+        int s = dial(), little = 16 << 10;
+        setsockopt(s, SOL_SOCKET, SO_RCVBUF, &little, sizeof little);
+        follow_all(s, 0);
+    }
+    if (deaf) sleep(2); /* what they take in before they fall behind is not what is measured */
+}
+
 static void load(int live) {
     int following = live ? followers : 0;
+    ignore_all();
     job *jobs = calloc((size_t)(connections + following), sizeof(job));
     pthread_t *threads = calloc((size_t)(connections + following), sizeof(pthread_t));
     pthread_barrier_init(&go, NULL, (unsigned)(connections + following));
@@ -369,7 +380,7 @@ static void load(int live) {
 
 int main(int count, char **words) {
     const char *what = count > 1 ? words[1] : "";
-    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:")) != -1;) switch (option) {
+    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:x:")) != -1;) switch (option) {
         case 'p': port = atoi(optarg); break;
         case 'c': connections = atoi(optarg); break;
         case 'd': depth = atoi(optarg); break;
@@ -380,6 +391,7 @@ int main(int count, char **words) {
         case 'r': rate = atof(optarg); break;
         case 'b': base = atol(optarg); break;
         case 'f': followers = atoi(optarg); break;
+        case 'x': deaf = atoi(optarg); break;
         default: return 2;
         }
     if (!strcmp(what, "write")) load(0);

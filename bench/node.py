@@ -29,6 +29,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from latency(quick)
     yield from backfill(quick)
     yield from live(quick)
+    yield from crowd(quick)
     yield from starts()
 
 
@@ -188,6 +189,48 @@ def live(quick: bool) -> Iterator[Row]:
             against="one, in time on a core",
             expected="<= 3x",
         )
+
+
+def crowd(quick: bool) -> Iterator[Row]:
+    """Many connections, some that follow, some that follow and never read; and what the latter cost a writer."""
+    size = 100 if quick else 1_000
+    with node(partitions=STREAM_PARTITIONS) as server:
+        before = server.memory()
+        done = load(
+            "live",
+            server.port,
+            c=size * 3 // 4,
+            d=1,
+            n=20,
+            r=5_000,
+            f=size // 5,
+            x=size // 20,
+            V=STREAM_PARTITIONS,
+        )
+        grown = (server.memory() - before) / size
+    name = f"{size:,} connections, a fifth follow, 5,000 writes a second"
+    yield Row(name=f"{name}, p99 of writes", value=done["latency"]["p99"] * 1e3, unit="ms", expected="<= 100")
+    yield Row(
+        name="  p99 of changes, behind", value=done["behind"]["p99"] * 1e3, unit="ms", expected="<= 1000"
+    )
+    yield Row(name="  memory of a connection", value=grown / 1e3, unit="kB")
+    each = 5_000 if quick else 40_000
+    rates: dict[int, float] = {}
+    for deaf in (0, 50):
+        with node(partitions=STREAM_PARTITIONS) as server:
+            load("write", server.port, c=CONNECTIONS, d=DEPTH, n=each // 4, V=STREAM_PARTITIONS)  # warm
+            done = load(
+                "live", server.port, c=CONNECTIONS, d=DEPTH, n=each, f=1, x=deaf, V=STREAM_PARTITIONS, b=10**9
+            )
+            rates[deaf] = done["per_second"]
+    yield Row(
+        name="durable SET beside 50 that never read and one that does",
+        value=rates[50],
+        unit="a second",
+        ratio=rates[50] / rates[0],
+        against="the one alone",
+        expected=">= 0.8x",
+    )
 
 
 def starts() -> Iterator[Row]:

@@ -271,11 +271,15 @@ class Sender(Follower):
         while self._queue and budget > 0 and self._has_room:
             stream = self._queue[0]
             try:
-                budget -= self._advance(stream)
+                cost = self._advance(stream)
             except UpperError as error:
                 # The store cannot read what it should hold; the others may be fine.
                 log.error("partition %d: a stream cannot be read, %s", stream.partition, error)
                 self.stop(stream, EndReason.BACKFILL_FAILED)
+                continue
+            budget -= cost
+            if cost >= DIRECT:
+                self._flush()  # so that the loop sees whether the peer takes it
         self._flush()
         if self._queue and self._has_room:
             self._schedule()

@@ -42,7 +42,9 @@ class StreamSettings:
     """How streams share a connection and the node."""
 
     chunk: int = 256 * KIB  # bytes of a backfill that are built and written at once
-    buffer: int = 1 * MIB  # bytes that may wait in the node for one connection; then its streams fall behind
+    buffer: int = (
+        512 * KIB
+    )  # bytes that may wait in the node for one connection; then its streams fall behind
     turn: int = 1 * MIB  # bytes that one connection may send before the others have their turn
     noop_interval: float = 20.0  # seconds of silence before a peer that wants NOOPs is asked
     tap_kept: float = 300.0  # seconds that a named TAP client's session is kept for it
