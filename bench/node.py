@@ -192,7 +192,7 @@ def live(quick: bool) -> Iterator[Row]:
 
 
 def crowd(quick: bool) -> Iterator[Row]:
-    """Many connections, some that follow, some that follow and never read; and what the latter cost a writer."""
+    """Many connections, some that follow, some that never read; and what the latter cost a writer."""
     size = 100 if quick else 1_000
     with node(partitions=STREAM_PARTITIONS) as server:
         before = server.memory()

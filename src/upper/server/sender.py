@@ -208,7 +208,11 @@ class Sender(Follower):
             stream.todo = None
         self._follow()
 
-    def _settle(self, stream: Stream) -> None:
+    def _settle_again(self, stream: Stream) -> None:
+        if stream.machine.phase is not Sending.ENDED and not self._closed:
+            self._settle(stream, again=True)
+
+    def _settle(self, stream: Stream, *, again: bool = False) -> None:
         """Put a stream where its phase belongs: in step, apart, or waiting for the disk."""
         phase, partition = stream.machine.phase, stream.partition
         waiting = phase is Sending.WAITING
@@ -224,9 +228,13 @@ class Sender(Follower):
                 stream.join_line()
         elif phase is Sending.LIVE:
             self._apart[partition] = stream
-            if stream.plain:
+            if stream.machine.sent < stream.line.reached:
+                # It missed a commit, whatever the reason: the store has it.
+                reached = Seqno(stream.line.reached)
+                self._carry_out(stream, stream.machine.committed(Seqno(0), reached))
+            elif stream.plain and not again:
                 # Told by itself of a commit that its line has not counted yet; it joins when that is done.
-                self.node.loop.call_soon(self._settle_unless_ended, stream)
+                self.node.loop.call_soon(self._settle_again, stream)
         else:
             self._apart.pop(partition, None)
         self._follow()
@@ -247,7 +255,11 @@ class Sender(Follower):
         """Is there room for so much at once? What does not fit is read from the store, piece by piece."""
         if self.window.size and size > self.window.left:
             return False
-        return size < DIRECT or size + self.connection.backlog <= 2 * self.node.settings.streams.buffer
+        if size < DIRECT:
+            return True
+        backlog, buffer = self.connection.backlog, self.node.settings.streams.buffer
+        # Who takes everything at once may have a larger piece: it is the same bytes for all who follow alike.
+        return size + backlog <= 2 * buffer or (not backlog and size <= 8 * buffer)
 
     def writable(self) -> None:
         """The peer reads again."""

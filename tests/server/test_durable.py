@@ -1,0 +1,193 @@
+"""Nobody is told what is not on disk: with a disk that waits for the test, not for luck.
+
+The node runs in this process, on a loop in a thread of its own, over a real socket and a real directory; only
+the sync of the journal is held back until the test lets it go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server.talk import Peer
+from upper.model.messages import (
+    Flush,
+    Message,
+    Mutation,
+    Request,
+    Response,
+    SeqnosAnswer,
+    SeqnosRequest,
+    SnapshotEnd,
+    StreamStart,
+)
+from upper.server.node import Node
+from upper.server.settings import ServerSettings
+from upper.storage import Bucket, Disk
+from upper.wire.codes import Opcode, Status
+
+
+class Held(Disk):
+    """A disk whose syncs wait while it is held."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        self.waiting = threading.Event()
+
+    def fdatasync(self, fd: int) -> None:
+        if not self.free.is_set():
+            self.waiting.set()
+            assert self.free.wait(30)
+        super().fdatasync(fd)
+
+    def hold(self) -> None:
+        self.waiting.clear()
+        self.free.clear()
+
+
+class Running:
+    """A node in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.disk = Held()
+        self.bucket = Bucket.open(path, partitions=4, disk=self.disk)
+        self.port = 0
+        self._ready, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        node = Node(self.bucket, ServerSettings(port=0), loop)
+        await node.start()
+        self.port = node.port
+        self._ready.set()
+        await loop.run_in_executor(None, self._stop.wait)
+        await node.stop()
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        assert self._ready.wait(20)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.disk.free.set()
+        self._stop.set()
+        self._thread.join()
+
+    def peer(self) -> Peer:
+        return Peer(("127.0.0.1", self.port))
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    with Running(tmp_path / "data") as node:
+        yield node
+
+
+def silent(peer: Peer, *, seconds: float = 0.3) -> list[Message]:
+    """What comes within a moment."""
+    peer.socket.settimeout(seconds)
+    seen: list[Message] = []
+    try:
+        while True:
+            seen += peer.receive()
+    except TimeoutError:
+        return seen
+    finally:
+        peer.socket.settimeout(10)
+
+
+def ask(peer: Peer, opcode: int, key: bytes = b"", *, opaque: int, value: bytes = b"") -> None:
+    extras = bytes(8) if opcode == Opcode.SET else b""
+    peer.send(Request(opcode=opcode, key=key, value=value, extras=extras, opaque=opaque))
+
+
+def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(running: Running) -> None:
+    with running.peer() as writer, running.peer() as reader, running.peer() as other:
+        other.set(b"old", b"v")
+        running.disk.hold()
+        ask(writer, Opcode.SET, b"k", opaque=1, value=b"v")
+        assert running.disk.waiting.wait(10)
+        ask(reader, Opcode.GET, b"k", opaque=2)
+        ask(reader, Opcode.GET, b"old", opaque=3)
+        assert silent(writer) == []
+        assert silent(reader) == [], "answers keep their order, so what came behind waits too"
+        assert other.get(b"old").value == b"v", "who asks for what is safe is answered at once"
+        running.disk.free.set()
+        assert writer.wait_for(Response, 1).status == 0
+        assert reader.wait_for(Response, 2).value == b"v"
+        assert reader.wait_for(Response, 3).value == b"v"
+
+
+def test_a_deletion_and_a_flush_are_hidden_no_sooner_than_they_are_safe(running: Running) -> None:
+    with running.peer() as writer, running.peer() as reader:
+        for key in (b"a", b"b"):
+            writer.set(key, b"v")
+        for opcode, key in ((Opcode.DELETE, b"a"), (Opcode.FLUSH, b"")):
+            running.disk.hold()
+            ask(writer, opcode, key, opaque=1)
+            assert running.disk.waiting.wait(10)
+            ask(reader, Opcode.GET, key or b"b", opaque=2)
+            assert silent(reader) == []
+            running.disk.free.set()
+            assert reader.wait_for(Response, 2).status == Status.KEY_NOT_FOUND
+            assert writer.wait_for(Response, 1).status == 0
+
+
+def test_streams_carry_nothing_that_is_not_on_disk(running: Running) -> None:
+    with running.peer() as writer, running.peer() as live, running.peer() as late:
+        writer.set(b"first", b"v")
+        live.accepted(0)
+        assert live.changes(1)[0].key == b"first"
+        live.wait_for(SnapshotEnd)
+        running.disk.hold()
+        ask(writer, Opcode.SET, b"second", opaque=1, value=b"v")
+        assert running.disk.waiting.wait(10)
+        late.accepted(0)
+        # The store holds both keys, and is consistent only with the second: nothing of it is sent yet.
+        assert [type(message) for message in silent(late)] == [StreamStart]
+        assert silent(live) == []
+        late.send(SeqnosRequest(opaque=7))
+        assert dict(late.wait_for(SeqnosAnswer).seqnos)[0] == 1  # type: ignore[index]
+        running.disk.free.set()
+        assert [change.key for change in late.changes(2)] == [b"first", b"second"]
+        assert [change.key for change in live.changes(1)] == [b"second"]
+
+
+def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Running) -> None:
+    with running.peer() as writer, running.peer() as late:
+        writer.set(b"a", b"1")
+        running.disk.hold()
+        ask(writer, Opcode.SET, b"a", opaque=1, value=b"2")
+        assert running.disk.waiting.wait(10)
+        late.accepted(0)
+        assert [type(message) for message in silent(late)] == [StreamStart]
+        ask(writer, Opcode.SET, b"b", opaque=2, value=b"3")  # in the batch behind the one that is held
+        ask(writer, Opcode.FLUSH, opaque=3)
+        ask(writer, Opcode.SET, b"c", opaque=4, value=b"4")
+        running.disk.free.set()
+        writer.wait_for(Response, 4)
+        seen = late.until(lambda message: isinstance(message, Mutation) and message.key == b"c")
+        told = [(m.key, m.seqno) if isinstance(m, Mutation) else type(m) for m in seen]
+        changes = [
+            one for one in told if one not in (SnapshotEnd,) and (isinstance(one, tuple) or one is Flush)
+        ]
+        assert changes == [(b"a", 2), (b"b", 3), Flush, (b"c", 5)]
+
+
+def test_a_client_that_goes_away_with_answers_held_leaves_nothing_behind(running: Running) -> None:
+    with running.peer() as other:
+        running.disk.hold()
+        gone = running.peer()
+        ask(gone, Opcode.SET, b"k", opaque=1, value=b"v")
+        assert running.disk.waiting.wait(10)
+        gone.socket.shutdown(socket.SHUT_RDWR)
+        gone.close()
+        running.disk.free.set()
+        assert other.get(b"k").value == b"v"
