@@ -1,0 +1,295 @@
+"""A reader at a shell: types what a page says, waits for what it shows, and leaves nothing running.
+
+One bash a page, with job control, in a directory that looks like a clone of the project. Commands are
+typed as they stand, with two exceptions: each port number from 11000 to 11999 becomes one that is free,
+and `make` only says what it would do, since what it does is run these tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.docs.blocks import STARTS_SPARK, TOP, Step, pattern_of
+
+CLONE = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "bench", "constraints.txt", "demo", "docs",
+    "examples", "pyproject.toml", "setup.py", "src", "tests",
+)  # fmt: skip
+PORT = re.compile(r"\b11\d{3}\b")
+NO_PORT = re.compile(r"((?:upr|upr0|tap)://(?:[^\s/@]+@)?(?:127\.0\.0\.1|localhost))(?![:\w.])")
+NOTICE = re.compile(r"^\[\d+\][+-]? .*\n?", re.MULTILINE)  # what a shell says about its jobs
+PATIENCE = 60.0  # seconds for a command; Spark gets more
+SPARK_PATIENCE = 300.0
+
+# Runs the programs of a page in one namespace: a path comes in, a status goes out.
+INTERPRETER = """
+import sys, traceback
+names = {"__name__": "__main__"}
+for line in sys.stdin:
+    path, answer = line.split()
+    status = 0
+    try:
+        exec(compile(open(path).read(), path, "exec"), names)
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(answer, "w") as out:
+        out.write(str(status))
+"""
+
+
+class Trouble(AssertionError):
+    """The page says something that does not hold."""
+
+
+class Shell:
+    """One reader. Use it as a context manager."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.logs = home / "clone", home / "logs"
+        self.home.mkdir()
+        self.logs.mkdir()
+        for name in CLONE:
+            if (TOP / name).exists():
+                (self.home / name).symlink_to(TOP / name)
+        (self.home / ".venv").symlink_to(sys.prefix)
+        self._ports: dict[str, str] = {}
+        self._steps = 0
+        script, self._script = os.pipe()
+        self._status, status = os.pipe()
+        environ = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(self.home),
+            "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")),
+            "COLUMNS": "110",
+            "TERM": "dumb",
+        }
+        environ.pop("PYTHONPATH", None)
+        self._bash = subprocess.Popen(
+            ["bash", "--norc", "--noprofile", f"/dev/fd/{script}"],
+            cwd=self.home,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(script, status),
+            start_new_session=True,
+        )
+        os.close(script)
+        os.close(status)
+        self._answers = status
+        self._interpreter: subprocess.Popen[bytes] | None = None
+        self._environ = environ
+        self._type("set -m; trap : INT")  # job control, and a shell that outlives the Ctrl-C of a command
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._interpreter is not None:
+            assert self._interpreter.stdin is not None
+            self._interpreter.stdin.close()
+            self._interpreter.kill()
+            self._interpreter.wait()
+        os.close(self._script)
+        for by in (signal.SIGTERM, signal.SIGKILL):
+            self._end_session(by)
+        self._bash.wait()
+        os.close(self._status)
+
+    # ── Typing ────────────────────────────────────────────────────────────────────────────────────
+
+    def take(self, step: Step) -> None:
+        """Type a command, and hold its output and its end to what the page says."""
+        self._steps += 1
+        patience = SPARK_PATIENCE if STARTS_SPARK.search(step.text) else PATIENCE
+        deadline = time.monotonic() + patience
+        if step.language == "python":
+            status = self._run_program(step, deadline)
+        elif step.interrupted:
+            status = self._interrupted(step, deadline)
+        else:
+            status = self._run_command(step, deadline)
+        if status:
+            raise Trouble(f"line {step.line}: ended with {status}\n{step.text}\n{self._said()}")
+        if step.background:
+            self._until_ready(step, deadline)
+        elif step.shown and not step.interrupted:
+            self._compare(step, step.shown)
+
+    def trouble_with(self, step: Step) -> Trouble | None:
+        """The same, for those who would rather look than catch."""
+        try:
+            self.take(step)
+        except Trouble as trouble:
+            return trouble
+        return None
+
+    def translated(self, text: str) -> str:
+        """The text with ports that are free here."""
+        text = PORT.sub(lambda port: self._port(port[0]), text)
+        return NO_PORT.sub(lambda url: f"{url[1]}:{self._port('11210')}", text)
+
+    def typed(self, step: Step) -> str:
+        text = self.translated(step.text)
+        if "upper serve" in text and "--port" not in text:
+            text = text.replace("upper serve", f"upper serve --port {self._port('11210')}", 1)
+        if step.background and not text.rstrip().endswith("&"):
+            text += " &"
+        return re.sub(r"^make\b", "make --dry-run", text)
+
+    def _port(self, number: str) -> str:
+        if number not in self._ports:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self._ports[number] = str(free.getsockname()[1])
+        return self._ports[number]
+
+    def _run_command(self, step: Step, deadline: float) -> int:
+        self._send(step)
+        return self._ended(step, deadline)
+
+    def _send(self, step: Step) -> None:
+        out, err = self._files()
+        self._type(f"exec >'{out}' 2>'{err}'\n{self.typed(step)}\necho $? >&{self._answers}")
+
+    def _ended(self, step: Step, deadline: float) -> int:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([self._status], [], [], left)[0]:
+            raise Trouble(f"line {step.line}: did not end in time\n{step.text}\n{self._said()}")
+        answer = os.read(self._status, 16)
+        if not answer:
+            raise Trouble(f"line {step.line}: ended the shell\n{step.text}\n{self._said()}")
+        return int(answer)
+
+    def _interrupted(self, step: Step, deadline: float) -> int:
+        """Ctrl-C, once everything above it has appeared."""
+        before = set(self._children())
+        self._send(step)
+        shown = step.shown[:-1]
+        while not self._matches(step, shown):
+            if time.monotonic() > deadline:
+                self._compare(step, shown)
+            if select.select([self._status], [], [], 0.05)[0]:
+                raise Trouble(f"line {step.line}: ended by itself\n{step.text}\n{self._said()}")
+        for child in set(self._children()) - before:
+            os.killpg(child, signal.SIGINT)
+        status = self._ended(step, deadline)
+        return 0 if status == 130 else status
+
+    def _run_program(self, step: Step, deadline: float) -> int:
+        out, _ = self._files()
+        if self._interpreter is None:
+            self._interpreter = subprocess.Popen(
+                [sys.executable, "-u", "-c", INTERPRETER],
+                cwd=self.home,
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=out.open("wb"),
+                stderr=subprocess.STDOUT,
+            )
+        assert self._interpreter.stdin is not None
+        program, answer = self.logs / f"{self._steps}.py", self.logs / f"{self._steps}.status"
+        program.write_text(self.translated(step.text))
+        self._interpreter.stdin.write(f"{program} {answer}\n".encode())
+        self._interpreter.stdin.flush()
+        while not (answer.exists() and answer.read_text()):
+            if self._interpreter.poll() is not None or time.monotonic() > deadline:
+                raise Trouble(f"line {step.line}: the program did not end\n{step.text}\n{self._said()}")
+            time.sleep(0.02)
+        return int(answer.read_text())
+
+    def _type(self, text: str) -> None:
+        os.write(self._script, f"{text}\n".encode())
+
+    # ── Reading ───────────────────────────────────────────────────────────────────────────────────
+
+    def _files(self) -> tuple[Path, Path]:
+        return self.logs / f"{self._steps}.out", self.logs / f"{self._steps}.err"
+
+    def _until_ready(self, step: Step, deadline: float) -> None:
+        """Wait for what the page shows of a command in the background, or for the port that it serves."""
+        if step.shown:
+            while not self._matches(step, step.shown):
+                if time.monotonic() > deadline:
+                    self._compare(step, step.shown)
+                time.sleep(0.05)
+        elif "upper serve" in step.text:
+            port = re.search(r"--port[ =](\d+)", self.typed(step))
+            assert port is not None
+            while not _answers(int(port[1])):
+                if time.monotonic() > deadline:
+                    raise Trouble(f"line {step.line}: the node does not answer\n{step.text}\n{self._said()}")
+                time.sleep(0.05)
+
+    def _matches(self, step: Step, shown: tuple[str, ...]) -> bool:
+        pattern = pattern_of(tuple(map(self.translated, shown)), loose=step.loose)
+        out, err = self._output()
+        return any(pattern.fullmatch(text) for text in (out, out + err, err + out))
+
+    def _compare(self, step: Step, shown: tuple[str, ...]) -> None:
+        if not self._matches(step, shown):
+            wanted = "\n".join(shown)
+            raise Trouble(f"line {step.line}: {step.text}\n--- the page shows\n{wanted}\n{self._said()}")
+
+    def _output(self) -> tuple[str, str]:
+        texts = []
+        for file in self._files():
+            text = file.read_text(errors="replace") if file.exists() else ""
+            text = NOTICE.sub("", text)
+            texts.append(text if not text or text.endswith("\n") else f"{text}\n")
+        return texts[0], texts[1]
+
+    def _said(self) -> str:
+        return "--- it said\n" + "".join(self._output())
+
+    # ── Processes ─────────────────────────────────────────────────────────────────────────────────
+
+    def _children(self) -> Iterator[int]:
+        with suppress(OSError):
+            pid = self._bash.pid
+            yield from map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+
+    def running(self) -> list[int]:
+        """Whoever was started here and still runs."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if int(fields[3]) == self._bash.pid and fields[0] != "Z":
+                        found.append(int(entry.name))
+        return found
+
+    def _end_session(self, by: signal.Signals) -> None:
+        for process in self.running():
+            with suppress(ProcessLookupError):
+                os.kill(process, by)
+        deadline = time.monotonic() + 10.0
+        while self.running() and time.monotonic() < deadline:
+            self._bash.poll()
+            time.sleep(0.02)
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+        return True
+    return False
