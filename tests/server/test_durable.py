@@ -125,6 +125,22 @@ def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(runn
         assert reader.wait_for(Response, 3).value == b"v"
 
 
+def test_commands_that_the_kernel_leaves_to_the_table_wait_too(running: Running) -> None:
+    with running.peer() as writer, running.peer() as reader:
+        running.disk.hold()
+        extras = bytes(16) + (1000).to_bytes(4, "big")
+        writer.send(Request(opcode=Opcode.INCREMENT, key=b"n", extras=extras, opaque=1))
+        assert running.disk.waiting.wait(10)
+        reader.send(Request(opcode=Opcode.GAT, key=b"n", extras=bytes(4), opaque=2))
+        reader.send(Request(opcode=Opcode.GET_META, key=b"n", opaque=3))
+        assert silent(writer) == []
+        assert silent(reader) == []
+        running.disk.free.set()
+        assert writer.wait_for(Response, 1).status == 0
+        assert reader.wait_for(Response, 2).value == b"0"
+        assert reader.wait_for(Response, 3).status == 0
+
+
 def test_a_deletion_and_a_flush_are_hidden_no_sooner_than_they_are_safe(running: Running) -> None:
     with running.peer() as writer, running.peer() as reader:
         for key in (b"a", b"b"):
