@@ -15,10 +15,20 @@ import pytest
 import upper
 from tests.nodes import Node
 from upper.client.bucket import Bucket
+from upper.client.decode import Frames
 from upper.client.feed import Feed
-from upper.errors import BadCheckpoint, InvalidArguments, RollbackRequired
+from upper.client.follow import FollowSettings
+from upper.client.lane import Lane, event_of
+from upper.client.link import Link
+from upper.client.positions import Known
+from upper.errors import BadCheckpoint, InvalidArguments, NotMyPartition, RollbackRequired
+from upper.history.following import Following
 from upper.kernel.arrow import schema
-from upper.model.values import Partition, Position, Seqno
+from upper.model import messages
+from upper.model.values import Cas, FailoverLog, Partition, Position, Seqno, Version
+from upper.wire.codes import Opcode
+from upper.wire.packet import REQUEST, pack
+from upper.wire.upr import UPR
 
 
 def rows(feed: Feed[pa.RecordBatch]) -> list[dict[str, Any]]:
@@ -346,3 +356,100 @@ def test_the_oldest_dialect_is_followed_as_far_as_it_goes(shared_node: Node, buc
         assert Counter(seen)["deletion"] == 2
         with pytest.raises(InvalidArguments, match="tap:// has no positions"):
             old.changes(since=upper.Positions({}))
+
+
+def set_state(node: Node, partition: int, state: int) -> None:
+    """What an administrator does to a partition: 1 makes it active, 4 dead."""
+    with node.connect() as connection:
+        connection.sendall(pack(REQUEST, Opcode.SET_VBUCKET_STATE, extras=bytes((state,)), vbucket=partition))
+        assert Link().receive(connection.recv(1000))[0].status == 0
+
+
+def test_a_partition_that_is_away_is_waited_for_by_calls_and_by_followers(node: Node) -> None:
+    with upper.connect(node.url) as bucket:
+        key = next(f"k{n}" for n in range(100) if bucket.partition_of(f"k{n}") == 2)
+        bucket.set(key, "1")
+        seen: list[str] = []
+        away = threading.Event()
+        with bucket.changes(partitions=[2]) as feed:
+
+            def follow() -> None:
+                for event in feed:
+                    seen.append(event.operation)
+                    if event.operation == "state_change":
+                        away.set()
+                    if seen.count("mutation") == 2:
+                        return
+
+            thread = threading.Thread(target=follow)
+            thread.start()
+            while "mutation" not in seen:
+                time.sleep(0.01)
+            set_state(node, 2, 4)
+            assert away.wait(10)
+            writer = threading.Thread(target=bucket.set, args=(key, "2"))
+            writer.start()
+            writer.join(0.3)
+            assert writer.is_alive()
+            set_state(node, 2, 1)
+            writer.join(10)
+            thread.join(10)
+            assert not thread.is_alive()
+        assert bucket.get(key).value == b"2"
+        set_state(node, 2, 4)
+        impatient = upper.connect(node.url, timeout=0.5)
+        with pytest.raises(NotMyPartition, match="partition 2"):
+            impatient.get(key)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_slow_application_costs_the_window_and_no_more(node: Node, bulk: bool) -> None:
+    window = 64 * 1024
+    with upper.connect(node.url) as bucket:
+        bucket.set_many((f"k{n}", bytes(2000)) for n in range(5000))
+        settings = FollowSettings(window=window)
+        wanted: dict[str, Any] = {"until": "now", "settings": settings, "name": "slow"}
+        feed: Feed[Any] = bucket.changes_arrow(gather=1, **wanted) if bulk else bucket.changes(**wanted)
+        next(feed)
+        most = 0
+        for _ in range(20):
+            (lines,) = bucket.stats("streams").values()
+            number = next(name.partition(":")[0] for name, value in lines.items() if value == "slow")
+            most = max(most, int(lines[f"{number}:unacknowledged"]))
+            time.sleep(0.01)
+        assert 0 < most <= 2 * window, "the node sends no more than fits, and the portion that filled it"
+        rest = sum(item.num_rows if bulk else item.operation == "mutation" for item in feed)
+        assert feed.bytes_received > 5000 * 2000
+        assert rest >= 4900
+        assert consistent(bucket, feed)
+
+
+def test_events_say_what_the_tables_of_the_wire_say(bucket: Bucket) -> None:
+    """The lines that read changes field by field, against the declared layouts."""
+    log = FailoverLog((Version(upper.BranchId(9), Seqno(0)),))
+    lane = Lane(Partition(5), Known(log, (Seqno(1),)))
+    lane.open()
+    lane.on_accepted(log.versions)
+    of: dict[str, Any] = {"partition": Partition(5), "opaque": 5}
+    said: list[Any] = [
+        messages.SnapshotMarker(**of),
+        messages.Mutation(
+            key=b"k", value=b"v", seqno=Seqno(2), revision=3, cas=Cas(4), flags=5, expiration=6, lock_time=7,
+            data_type=1, **of,
+        ),
+        messages.Deletion(key=b"d", seqno=Seqno(8), revision=9, cas=Cas(10), **of),
+        messages.Expiration(key=b"e", seqno=Seqno(2**48 - 1), revision=2**64 - 1, cas=Cas(2**63), **of),
+    ]  # fmt: skip
+    data = b"".join(UPR.encode(message) for message in said)
+    for size in (1, 7, 1000):
+        frames, got = Frames(), []
+        lane.stream.seqno = Seqno(1)
+        lane.stream.phase = Following.BETWEEN
+        for at in range(0, len(data), size):
+            for item in frames.typed(data[at : at + size], {Partition(5): lane}, UPR):
+                if isinstance(item, tuple):
+                    lane.on(item[0])  # type: ignore[arg-type]
+                else:
+                    got.append(item)
+        assert got == [event_of(message, lane) for message in said[1:]]
+        assert frames.take_streamed() == len(data)

@@ -131,6 +131,7 @@ class Consumer:
         *,
         until: dict[Partition, Seqno] | None = None,
         columns: bool = False,
+        noop: int = 0,
     ) -> None:
         """`columns`: changes in bulk, as record batches, instead of one by one."""
         self.world, self.memory = world, memory
@@ -144,7 +145,7 @@ class Consumer:
             since=memory,
             on_rollback=self._go_back,
             checkpoint_every=random.choice((0.0, 0.05, 0.5)),
-            settings=FollowSettings(window=random.choice((200, 1 << 20)), noop=0),
+            settings=FollowSettings(window=random.choice((200, 1 << 20)), noop=noop),
         )
         begins = memory.load() or Positions({}, of=world.partitions)
         flags = StreamFlag.WHOLE_SNAPSHOTS if until is not None else StreamFlag.NONE

@@ -168,3 +168,19 @@ def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:
     assert wire.session.acknowledged + client.acks.owed <= client.received
     if client.acks.size < 1000:
         assert wire.session.acknowledged > 0
+
+
+def test_a_node_that_falls_silent_is_given_up_and_found_again() -> None:
+    """The connection stays open and nothing comes any more: only time tells."""
+    world = World(6, partitions=1, node_count=1)
+    consumer = Consumer(world, Memory(), noop=2)
+    world.write()
+    world.run(1)
+    (silent,) = world.wires
+    silent.deliver = lambda data: None
+    world.write()
+    world.run(2.5)
+    assert consumer.follower.reconnects == 0
+    world.run(2)
+    assert consumer.follower.reconnects == 1
+    check(world, consumer)

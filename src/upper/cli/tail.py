@@ -16,6 +16,7 @@ from upper.cli.reaching import add_url, partitions, reach
 
 if TYPE_CHECKING:
     from upper.client.events import Event
+    from upper.client.positions import Positions
 
 EXAMPLES = """
 upper tail upr://127.0.0.1:11210/default
@@ -46,11 +47,12 @@ def run(args: Namespace, out: Output) -> ExitCode:
     from upper.client.events import SnapshotEnd
     from upper.errors import BadCheckpoint
 
-    since: object = args.since
+    since: str | Positions = args.since
     if args.since not in ("beginning", "now"):
-        since = Checkpoint(args.since).load()
-        if since is None:
+        saved = Checkpoint(args.since).load()
+        if saved is None:
             raise BadCheckpoint(f"there is no checkpoint {args.since}; --from is beginning, now or a file")
+        since = saved
     with reach(args, "upper tail") as bucket:
         feed = bucket.changes(
             since=since,

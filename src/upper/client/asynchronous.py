@@ -13,15 +13,15 @@ from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from contextlib import suppress
 from inspect import isawaitable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
-from upper.client.bucket import GATHER, TIMEOUT, address_of, portions
+from upper.client.bucket import TIMEOUT, address_of, portions
 from upper.client.bulk import Columns
 from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, as_bytes
 from upper.client.events import Event, Rollback
 from upper.client.follow import HungUp
 from upper.client.link import Answer, Link, finals
-from upper.client.plan import Plan, Wanted, plan
+from upper.client.plan import Plan, Wanted, Wishes, plan
 from upper.client.positions import Positions
 from upper.client.reader import Reader, Typed
 from upper.client.routes import Routes
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 T = TypeVar("T")
-READ = 1 << 20  # bytes asked of a connection at once
+READ = 8 << 20  # bytes asked of a connection at once; what goes into one record batch, at most
+AHEAD = 4 << 20  # bytes that asyncio collects before it stops reading from a socket
 CONNECT = 5.0  # seconds to open a connection of a feed
 
 
@@ -83,7 +84,7 @@ async def open_pipe(access: Access, node: Node) -> Pipe:
             node.host,
             node.port,
             ssl=access.tls,
-            limit=READ,
+            limit=AHEAD,
             server_hostname=node.host if access.tls else None,
         )
     except ssl.SSLCertVerificationError as error:
@@ -262,15 +263,15 @@ class Bucket:
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 
-    def changes(self, *, patience: float | None = None, **wanted: Any) -> Feed[Event]:
+    def changes(self, *, patience: float | None = None, **wanted: Unpack[Wishes]) -> Feed[Event]:
         """Every change, as events: `async for`. `on_rollback` may await."""
         return Feed(self, Wanted(**wanted), columns=False, patience=patience)
 
     def changes_arrow(
-        self, *, gather: int = GATHER, patience: float | None = None, **wanted: Any
+        self, *, patience: float | None = None, **wanted: Unpack[Wishes]
     ) -> Feed[pyarrow.RecordBatch]:
         """The same as Arrow record batches, in bulk."""
-        return Feed(self, Wanted(**wanted), columns=True, gather=gather, patience=patience)
+        return Feed(self, Wanted(**wanted), columns=True, patience=patience)
 
     async def plan(self, wanted: Wanted) -> Plan:
         address = self.address
@@ -344,10 +345,8 @@ class Bucket:
 class Feed(Generic[T]):
     """Changes, as they come: `async for`. Leave early with `aclose`, or use it as a context manager."""
 
-    def __init__(
-        self, home: Bucket, wanted: Wanted, *, columns: bool, gather: int = 0, patience: float | None = None
-    ) -> None:
-        self._home, self._wanted, self._columns, self._gather = home, wanted, columns, gather
+    def __init__(self, home: Bucket, wanted: Wanted, *, columns: bool, patience: float | None = None) -> None:
+        self._home, self._wanted, self._columns = home, wanted, columns
         self._patience = patience
         self._made: Reader[Any] | None = None
         self._pipes: dict[Node, Pipe] = {}

@@ -9,13 +9,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from upper.client.bulk import Columns
 from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, Wait, as_bytes
 from upper.client.events import Event
 from upper.client.feed import Feed
-from upper.client.plan import Plan, Wanted, plan
+from upper.client.plan import Plan, Wanted, Wishes, plan
 from upper.client.reader import Reader, Typed
 from upper.client.routes import Routes
 from upper.client.sockets import Access, Lines, tls_context
@@ -235,7 +235,7 @@ class Bucket:
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 
-    def changes(self, *, patience: float | None = None, **wanted: Any) -> Feed[Event]:
+    def changes(self, *, patience: float | None = None, **wanted: Unpack[Wishes]) -> Feed[Event]:
         """Every change, as events; see `upper.client.plan.Wanted` for what can be asked.
 
         since: "beginning", "now", a checkpoint (loaded from and saved to), or positions.

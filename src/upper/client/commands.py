@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from zlib import crc32
 
 from upper.client.backoff import Backoff, BackoffSettings
-from upper.client.link import Answer, refusal
+from upper.client.link import Answer, nobody, refusal
 from upper.client.routes import Routes
 from upper.client.url import Address, Node
 from upper.errors import KeyNotFound, RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
@@ -161,7 +161,7 @@ class Commands:
         backoff = Backoff(self._backoff, self._random)
         while pending:
             by_node, moved = self._by_node(requests, pending)
-            refused: Exception | None = None
+            refused: Exception | None = nobody(requests[moved[0]][0]) if moved else None
             try:
                 got: Answers = yield Batch(by_node)
             except TimedOut:

@@ -114,17 +114,21 @@ SENTENCES: Mapping[int, str] = {
 }
 
 
+def nobody(partition: int, cluster_map: bytes = b"") -> errors.NotMyPartition:
+    return errors.NotMyPartition(
+        f"no node of the map holds partition {partition} at the moment; try again when it has moved",
+        partition=partition,
+        cluster_map=cluster_map,
+    )
+
+
 def refusal(answer: Answer, *, partition: int = 0) -> Refused:
     """The exception that an answer stands for: the node's own sentence where it sent one."""
     said = answer.value.decode(errors="replace") if answer.status != Status.NOT_MY_VBUCKET else ""
     # Servers of other kinds say "Not found" and the like; a sentence of ours says what to do as well.
     sentence = said if " " in said and len(said) > 24 else SENTENCES.get(answer.status, said)
     if answer.status == Status.NOT_MY_VBUCKET:
-        return errors.NotMyPartition(
-            f"no node of the map holds partition {partition} at the moment; try again when it has moved",
-            partition=partition,
-            cluster_map=answer.value,
-        )
+        return nobody(partition, answer.value)
     make: Callable[[str], Refused] = CLASSES.get(answer.status, Refused)
     error = make(sentence or f"the node refused with status 0x{answer.status:02x}")
     error.status = answer.status  # type: ignore[misc]  # of this refusal, where the class has none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 from upper.client.checkpoint import Store
 from upper.client.commands import Call, Commands
@@ -21,10 +21,30 @@ from upper.wire.table import Dialect
 from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
 
-Since: TypeAlias = "Literal['beginning', 'now'] | Store | Mapping[Partition, Position]"
-Until: TypeAlias = "Literal['now'] | Mapping[Partition, Seqno] | None"
-OnRollback: TypeAlias = "Literal['continue'] | Callable[[Rollback], Seqno | int | None] | None"
+# Words are checked when they are used: most programs have them in a variable.
+Since: TypeAlias = "str | Store | Mapping[Partition, Position]"  # "beginning" or "now"
+Until: TypeAlias = "str | Mapping[Partition, Seqno] | None"  # "now"
+# What a callback returns: None, or where it stands if it went further back; for asyncio it may be awaited.
+OnRollback: TypeAlias = "Literal['continue'] | Callable[[Rollback], object] | None"
 OPERATIONS = ("mutation", "deletion", "expiration")
+
+
+class Wishes(TypedDict, total=False):
+    """The arguments of `changes` and `changes_arrow`; `Wanted` has their defaults and says what they mean."""
+
+    since: Since
+    checkpoint: Store | None
+    until: Until
+    partitions: Iterable[int] | None
+    keys_only: bool
+    key_prefix: str | bytes | None
+    operations: Sequence[str] | None
+    whole_snapshots: bool
+    on_rollback: OnRollback
+    acknowledge: Literal["automatic", "manual"]
+    checkpoint_every: float
+    name: str
+    settings: FollowSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +210,7 @@ def _until(
 ) -> Call[Mapping[Partition, Seqno] | None]:
     if wanted.until is None:
         return None
-    until: Mapping[Partition, Seqno]
-    if wanted.until == "now":
+    if isinstance(wanted.until, str):
         highs = yield from commands.seqnos()
         return {p: highs.get(p, Seqno(0)) for p in partitions}
     until = wanted.until
