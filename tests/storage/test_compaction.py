@@ -237,6 +237,31 @@ def test_revisions_and_counts_go_on_over_values_that_left_memory(opened: Open) -
     assert item.revision == 6
 
 
+def test_a_value_that_leaves_memory_while_it_is_rewritten_is_found_in_the_new_file(opened: Open) -> None:
+    bucket = opened(StorageSettings(memory_quota=0, segment_size=1024, compact=False), partitions=1)
+    store = bucket.partitions[0]
+
+    async def rewrite_what_is_being_written() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for n in range(20):
+            store.write(b"k%d" % n, b"v" * 200)
+            await bucket.saved()
+        bucket.rewriter.choose([store], now=False)
+        store.write(b"last", b"v")
+        await bucket.saved()
+        for _ in range(1_000_000):
+            if bucket.rewriter.runs:
+                break
+            await asyncio.sleep(0)
+
+    asyncio.run(rewrite_what_is_being_written())
+    assert store.file is not None
+    places = [entry for entry in store.items.values() if isinstance(entry, int)]
+    assert len(places) >= 20
+    assert {place >> 60 & 0xFFFFF for place in places} == {store.file.slot}
+    assert store.read(b"last") is not None
+
+
 def test_a_value_that_left_memory_still_expires(opened: Open, wall: Wall) -> None:
     settings = StorageSettings(compact=False, memory_quota=0)
     bucket = opened(settings)

@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -211,6 +212,57 @@ def test_a_compaction_that_fails_leaves_everything_as_it_was(
     before = contents(bucket)
     bucket.close()
     assert list(check(directory)) == []
+    assert contents(opened()) == before
+
+
+class FailsBehindCompaction(Disk):
+    """The journal fails, but not before a compaction had every chance to finish."""
+
+    def __init__(self) -> None:
+        self.armed = False
+        self.journals: set[int] = set()
+        self.synced, self.renamed = Event(), Event()
+
+    def open(self, path: Path, flags: int) -> int:
+        fd = super().open(path, flags)
+        (self.journals.add if path.suffix == ".log" else self.journals.discard)(fd)
+        return fd
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        if self.armed and fd in self.journals:
+            assert self.synced.wait(10)
+            self.renamed.wait(0.3)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(fd, data)
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        if self.armed and fd not in self.journals:
+            self.synced.set()
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        self.renamed.set()
+
+
+def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
+    disk = FailsBehindCompaction()
+    bucket = opened(disk=disk)
+    fill(bucket)
+    before = contents(bucket)
+    disk.renamed.clear()
+
+    async def fail() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = True
+        bucket.rewriter.choose(bucket.partitions, now=False)
+        bucket.partitions[0].write(b"never", b"v")
+        with pytest.raises(NotWritable):
+            await bucket.saved()
+        bucket.close()
+
+    asyncio.run(fail())
+    assert not disk.renamed.is_set()
     assert contents(opened()) == before
 
 

@@ -218,6 +218,23 @@ def test_a_rollback_past_a_compaction_goes_to_zero(opened: Open) -> None:
     assert opened().partitions[0].high == 0
 
 
+def test_what_was_written_after_a_rollback_keeps_its_journal(opened: Open) -> None:
+    """At the start and at the end of a segment the high seqno is the same, and yet something happened."""
+    bucket = opened(StorageSettings(compact=False, segment_size=1024))
+    store = bucket.partitions[0]
+    for n in range(5):
+        store.write(b"k%d" % n, b"old")
+    bucket.partitions[1].write(b"fills the segment", bytes(2000))
+    bucket.commit()
+    bucket.partitions[1].write(b"opens the next one", b"")
+    assert store.rollback(Seqno(3)) == 3
+    store.write(b"k3", b"new")
+    store.write(b"k4", b"new")
+    store = opened().partitions[0]
+    assert store.high == 5
+    assert store.first_batch is not None, "the journal holds what its file does not"
+
+
 def test_a_rollback_drops_versions_that_began_later(opened: Open) -> None:
     store = opened().partitions[0]
     first = store.log.branch

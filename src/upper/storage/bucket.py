@@ -53,7 +53,7 @@ class _Batch(NamedTuple):
     ticket: int
     clock: int
     records: list[bytes]
-    reached: list[tuple[PartitionStore, int, int]]  # partition, high seqno, epoch
+    reached: list[tuple[PartitionStore, int]]  # and its high seqno
     segment_size: int
     has_facts: bool
 
@@ -262,7 +262,7 @@ class Bucket:
         handed, self.pending = self.pending, []
         reached = []
         for store in map(self._by_number.__getitem__, {record[6:8] for record in handed}):
-            reached.append((store, store.high, store.epoch))
+            reached.append((store, store.high))
             store.last_batch = self.ticket
             if store.first_batch is None:
                 store.first_batch = self.ticket
@@ -325,8 +325,9 @@ class Bucket:
             self.kick()
 
     def _reach(self, batch: _Batch) -> None:
-        for store, high, epoch in batch.reached:
-            if store.epoch == epoch and high > store.durable:
+        # No rollback can have come between: it waits for the batch that is being written.
+        for store, high in batch.reached:
+            if high > store.durable:
                 store.durable = high
                 if high > FAST_SEQNOS:
                     self.table[store.id] = None

@@ -178,9 +178,10 @@ def _payloads(pack: Pack, section: Section, files: Files) -> Iterator[bytes]:
     filled, out = 0, section.move_out
     for entry in entries:
         record = entry if isinstance(entry, bytes) else files.fetch(entry)
-        leaves = out > 0 and record[1] == records.MUTATION
+        leaves = out > 0 and record is entry and record[1] == records.MUTATION
         if leaves or record is not entry:
             section.moved.append((records.key_of(record), entry, pack.size + FRAME_HEADER + filled))
+        if leaves:
             out -= len(record)
         payload.append(record)
         filled += len(record)

@@ -124,7 +124,7 @@ class Rewriter:
             return
         self._consider()
         if not self._chosen and not self._packs:
-            self._choose(self._old_deletions())
+            self.choose(self._old_deletions())
 
     def after_batch(self, batch: int) -> None:
         """Memory is what it is after this batch: partitions that were chosen are taken down now."""
@@ -136,12 +136,12 @@ class Rewriter:
         if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
             return
         if self._measure():
-            self._choose(self._most_wasteful())
+            self.choose(self._most_wasteful())
 
-    def _choose(self, stores: list[PartitionStore]) -> None:
+    def choose(self, stores: list[PartitionStore], *, now: bool = True) -> None:
+        """These are rewritten next: now, if nothing is on its way, else (or if so wanted) after a batch."""
         self._chosen = stores
-        # With nothing on its way the moment is now; else it comes with the next batch.
-        if stores and not self._bucket.pending:
+        if stores and now and not self._bucket.pending:
             self._launch(self._bucket.ticket - 1)
 
     def _most_wasteful(self) -> list[PartitionStore]:
