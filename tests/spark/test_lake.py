@@ -74,7 +74,6 @@ class Pond:
         verdict = verify(Lake(self.root), BucketFeed(self.node.url), self.runner)
         assert verdict.differences == []
         assert verdict.partitions == self.node.partitions
-        assert verdict.moved == 0
 
     def rows(self, table: str) -> set[Row]:
         lake = Lake(self.root)
@@ -128,7 +127,8 @@ def test_load_live_changes_deletes_expiries_and_a_flush(pond: Pond, bucket: Any)
     seen = {row["operation"]: row["n"] for row in query(
         Lake(pond.root), "select operation, count(*) as n from changes group by operation"
     )}  # fmt: skip
-    assert seen == {"mutation": 2667 + 1, "deletion": 286, "expiration": 1}
+    # Keys that were written and deleted between two commits are seen once, as deleted.
+    assert seen == {"mutation": 2000 + 667 - 96 + 1, "deletion": 286, "expiration": 1}
     bucket.flush()
     bucket.set_many({f"n{i}": b"new" for i in range(50)})
     pond.sync()

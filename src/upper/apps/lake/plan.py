@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from upper.apps.lake.replay import Taking
 from upper.apps.lake.stand import Stand
 from upper.client.positions import Known
-from upper.client.rules import Rollback, Trail, common_point, decide
+from upper.client.rules import Trail, common_point
 from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno
 from upper.spark.feed import Outlook
 
@@ -49,10 +49,9 @@ def partings(stand: Stand, outlook: Outlook, told: Mapping[Partition, Told]) -> 
             continue
         stood, high = known.position.seqno, outlook.highs.get(partition, ZERO)
         point = shared_until(known, log, high=high)
-        answer = decide(known.position, log, high=high, purged=ZERO)
-        why = answer.why if isinstance(answer, Rollback) else ""
         heard = told.get(partition)
         if point < stood:
+            why = f"histories part at {point}" if point else "no history in common"
             found.append(Parting(partition, point, point, log.branch, why))
         elif heard and heard.start == stood:
             why = f"the producer goes on from {heard.to} only: deletions are purged"
@@ -107,6 +106,17 @@ class Stretch:
 
     start: Known
     end: Seqno
+    branch: BranchId  # under which the producer had come so far
+
+    def reached(self, place: Known) -> Known:
+        """Where a whole reading of this stretch leads.
+
+        The end of a history may be empty: deletions that are purged, a flush. No change speaks of it, but
+        who was sent everything up to there stands there, if it is still the history that was planned.
+        """
+        if place.log is None or place.log.branch != self.branch or place.position.seqno >= self.end:
+            return place
+        return Known(place.log, (self.end,))
 
 
 def stretches(
@@ -115,10 +125,13 @@ def stretches(
     """What to read: every partition that has something new, and every one that goes back."""
     found = {}
     for partition, high in sorted(outlook.highs.items()):
+        if partition not in outlook.logs:
+            continue
         taken = takings.get(partition)
         start = taken.keep if taken else stand.known(partition)
         if high > start.position.seqno or taken:
-            found[partition] = Stretch(start, Seqno(max(high, start.position.seqno)))
+            end = Seqno(max(high, start.position.seqno))
+            found[partition] = Stretch(start, end, outlook.logs[partition].branch)
     return found
 
 

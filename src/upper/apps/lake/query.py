@@ -7,6 +7,7 @@ BLOBs in them, as in the tables; `text(key)` gives a string where the bytes are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import duckdb
@@ -29,15 +30,15 @@ def open_views(lake: Lake) -> duckdb.DuckDBPyConnection:
 
 def query(lake: Lake, sql: str) -> Iterator[dict[str, Any]]:
     """The rows of an answer."""
-    connection = open_views(lake)
-    try:
-        answer = connection.execute(sql)
-        names = [str(column[0]) for column in answer.description or ()]
-        while rows := answer.fetchmany(10_000):
-            for row in rows:
-                yield dict(zip(names, row, strict=True))
-    except duckdb.Error as error:
-        raise InvalidArguments(f"DuckDB cannot answer: {error}") from error
+    with closing(open_views(lake)) as connection:
+        try:
+            answer = connection.execute(sql)
+            names = [str(column[0]) for column in answer.description or ()]
+            while rows := answer.fetchmany(10_000):
+                for row in rows:
+                    yield dict(zip(names, row, strict=True))
+        except duckdb.Error as error:
+            raise InvalidArguments(f"DuckDB cannot answer: {error}") from error
 
 
 def _select(table: LakeTable) -> str:

@@ -98,7 +98,7 @@ class ReadStretches:
         self._write(held, size, done)
         done.rollbacks = dict(reading.rollbacks)
         done.places = {
-            partition: place
+            partition: self.stretches[partition].reached(place)
             for partition, place in reading.places.items()
             if partition in self.stretches and partition not in done.rollbacks
         }
