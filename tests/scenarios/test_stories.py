@@ -18,7 +18,7 @@ from upper.model.values import Partition, Seqno
 
 P0 = Partition(0)
 CHUNK = 50
-SEEDS = int(os.environ.get("UPPER_SEEDS", "300"))
+SEEDS = int(os.environ.get("UPPER_SEEDS", "200"))
 ONE = os.environ.get("UPPER_SEED")
 CHUNKS = [range(first, min(first + CHUNK, SEEDS)) for first in range(0, SEEDS, CHUNK)]
 if ONE is not None:

@@ -90,7 +90,10 @@ class Follower:
         self.reconnects = 0
         self._controls = dict(controls or {})
         self._random = random
-        self._owners: dict[Partition, Node | None] = {p: routes.owner(p) for p in self.lanes}
+        self._owners: dict[Partition, Node | None] = {}
+        self._undone: dict[Node | None, set[Partition]] = {None: set()}  # by owner: what is not done yet
+        for partition in self.lanes:
+            self._give(partition, routes.owner(partition))
         self._backoffs: dict[Node, Backoff] = {}
         self._not_before: dict[Node, float] = {}  # nodes that failed, and when to try them again
         self._lane_backoffs: dict[Partition, Backoff] = {}
@@ -106,15 +109,30 @@ class Follower:
     @property
     def done(self) -> bool:
         """True when every partition has what it was to have."""
-        return all(lane.stage is Stage.DONE for lane in self.lanes.values())
+        return not any(self._undone.values())
 
     def to_open(self, now: float) -> list[Node]:
         """Nodes that are needed, not connected, and due for a try."""
         return sorted(node for node in self._missing() if self._not_before.get(node, now) <= now)
 
     def _missing(self) -> set[Node]:
-        owners = (self._owners[p] for p, lane in self.lanes.items() if lane.stage is not Stage.DONE)
-        return {node for node in owners if node is not None and node not in self.wires}
+        return {n for n, undone in self._undone.items() if undone and n is not None and n not in self.wires}
+
+    def _give(self, partition: Partition, owner: Node | None) -> None:
+        """A partition belongs to this node from now on."""
+        if partition in self._owners:
+            self._undone[self._owners[partition]].discard(partition)
+        self._owners[partition] = owner
+        self._undone.setdefault(owner, set()).add(partition)
+
+    def _finish(self, partition: Partition) -> None:
+        """A partition has what it was to have; a connection without others is closed."""
+        owner = self._owners[partition]
+        undone = self._undone[owner]
+        undone.discard(partition)
+        if not undone and owner in self.wires:
+            del self.wires[owner]
+            self._drops.append(owner)
 
     def to_close(self) -> list[Node]:
         """Connections to give up; the driver closes them, the follower has forgotten them."""
@@ -122,10 +140,7 @@ class Follower:
         return drops
 
     def wants_map(self, now: float) -> bool:
-        homeless = any(
-            self._owners[p] is None for p, lane in self.lanes.items() if lane.stage is not Stage.DONE
-        )
-        if homeless and self._learn_at is None:
+        if self._undone[None] and self._learn_at is None:
             self._learn_at = now
         return self._learn_at is not None and self._learn_at <= now
 
@@ -198,11 +213,11 @@ class Follower:
         for partition, lane in self.lanes.items():
             owner = self.routes.owner(partition)
             if lane.stage is Stage.RESTING and owner != self._owners[partition]:
-                self._owners[partition] = owner
+                self._give(partition, owner)
                 self._retries.pop(partition, None)
                 if owner in self.wires:
                     self._carry_out(self.wires[owner], lane.open())
-        if any(self._owners[p] is None for p, lane in self.lanes.items() if lane.stage is not Stage.DONE):
+        if self._undone[None]:
             self._learn_at = now + self._learning.next()
         else:
             self._learning.reset()
@@ -284,7 +299,7 @@ class Follower:
         if lane.stage is Stage.RESTING:
             self._stream_ended(lane, now)
         elif lane.stage is Stage.DONE:
-            self._close_if_idle(node)
+            self._finish(lane.partition)
         return self._carry_out(wire, effects, node, now)
 
     def _stream_ended(self, lane: Lane, now: float) -> None:
@@ -322,12 +337,8 @@ class Follower:
         return lane
 
     def _lanes_of(self, node: Node) -> list[Lane]:
-        return [self.lanes[p] for p, owner in self._owners.items() if owner == node]
-
-    def _close_if_idle(self, node: Node) -> None:
-        if all(lane.stage is Stage.DONE for lane in self._lanes_of(node)):
-            del self.wires[node]
-            self._drops.append(node)
+        """The partitions of a node that are not done, in order."""
+        return [self.lanes[partition] for partition in sorted(self._undone.get(node, ()))]
 
     def _carry_out(
         self, wire: Wire, effects: Effects, node: Node | None = None, now: float = 0.0

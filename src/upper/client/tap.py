@@ -55,7 +55,7 @@ class TapFollower(Follower):
     def opened(self, node: Node, now: float) -> None:
         wire = self.wires[node] = Wire(0, now)
         self._not_before.pop(node, None)
-        mine = [lane for lane in self._lanes_of(node) if lane.stage is not Stage.DONE]
+        mine = self._lanes_of(node)
         for lane in mine:
             lane.stage = Stage.FLOWING
         self._say(
@@ -78,7 +78,8 @@ class TapFollower(Follower):
                 )
             for lane in self._lanes_of(node):
                 lane.stage = Stage.DONE
-            del self.wires[node]
+                self._finish(lane.partition)
+            self._drops.clear()  # it is closed already
             return
         self._owed.pop(node, None)
         super().failed(node, now, why)
