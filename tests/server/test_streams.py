@@ -349,6 +349,41 @@ def test_a_second_dialect_on_a_connection_is_refused_by_name(peer: Peer) -> None
     assert b"upr and the packet is upr0" in data
 
 
+def test_answers_keep_their_order_across_streams_and_key_value(node: Node) -> None:
+    """A NOOP at the end is a barrier: whatever was asked before it has been answered when its answer comes."""
+
+    def packet(opcode: int, opaque: int, extras: bytes = b"", data_type: int = 0) -> bytes:
+        return (
+            struct.pack(">BBHBBHIIQ", 0x80, opcode, 0, len(extras), data_type, 0, len(extras), opaque, 0)
+            + extras
+        )
+
+    asked = struct.pack(">IIQQQQ", 0, 0, 0, 2**64 - 1, 0, 0)
+    with node.connect() as connection:
+        connection.sendall(
+            packet(0x7F, 1) + packet(0x50, 2, asked) + packet(0xE1, 3) + packet(0x51, 4) + packet(0x0A, 5)
+        )
+        data, seen = b"", []
+        while 5 not in seen:
+            data += connection.recv(4096)
+            at, seen = 0, []
+            while at + 24 <= len(data):
+                magic, _, _, _, _, _, body, opaque, _ = struct.unpack_from(">BBHBBHIIQ", data, at)
+                if magic == 0x81:
+                    seen.append(opaque)
+                at += 24 + body
+        assert seen == [1, 2, 3, 4, 5]
+
+
+def test_a_bad_request_of_upr0_is_answered_in_upr0(node: Node) -> None:
+    with Peer(node, UPR0) as peer:
+        peer.follow(0, opaque=1, flags=StreamFlag.NONE)
+        peer.socket.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x01, 0, 33, 1, 0, 33, 9, 0) + bytes(33))
+        refused = peer.wait_for(Refusal, 9)
+        assert refused.opcode == 0x01
+        assert b"33" in refused.value
+
+
 # ── History ───────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -29,6 +29,7 @@ from upper.errors import (
     NotAllowed,
     NotMyPartition,
     TemporaryFailure,
+    UnknownOpcode,
     UpperError,
 )
 from upper.server.auth import Role, Scram, User
@@ -174,7 +175,7 @@ class Connection(asyncio.Protocol):
                 head = self._whole(data, at)
                 if head is None:
                     break
-                if head.opcode not in TABLE or is_stream_packet(head):
+                if is_stream_packet(head, None if self.desk is None else self.desk.dialect):
                     # Streams have an order of their own; what was asked before them is answered before them.
                     self._answer(out, waits)
                     out, waits = bytearray(), False
@@ -213,7 +214,12 @@ class Connection(asyncio.Protocol):
     def _command(self, head: Header, data: bytes, at: int, out: bytearray) -> bool:
         """Run the handler of one key-value request; true when its answer must wait for the open batch."""
         self.requests += 1
-        row = TABLE[head.opcode]
+        row = TABLE.get(head.opcode)
+        if row is None:
+            unknown = UnknownOpcode(f"there is no command 0x{head.opcode:02x} here")
+            out += self._packed(_refusal(unknown), opcode=head.opcode, opaque=head.opaque)
+            self.node.counters.protocol_errors += 1
+            return False
         started = time.perf_counter()
         try:
             call = self._call(row, head, data, at)
@@ -322,6 +328,8 @@ class Connection(asyncio.Protocol):
             return
         due = self.node.due if waits else 0
         if due <= self.node.committed and not self._held:
+            if self.desk is not None:
+                self.desk.flush()  # what was asked before this is answered before it
             self.send(out)
             return
         if self._held and due <= self._held[-1][0]:

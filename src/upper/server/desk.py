@@ -70,9 +70,13 @@ MAY_TAKE_OVER = int(StreamFlag.REPLICA | StreamFlag.TAKEOVER)
 KNOWN = WITH_LOG | TAKEOVER | KEYS_ONLY | int(StreamFlag.UNTIL_NOW | StreamFlag.WHOLE_SNAPSHOTS)
 
 
-def is_stream_packet(head: Header) -> bool:
-    """Does this packet belong to the desk, although key-value has the same opcode?"""
-    return head.opcode == 0x01 and family(head) is not None
+def is_stream_packet(head: Header, dialect: Dialect | None) -> bool:
+    """Does this packet belong to the desk? Opcodes 0x40 and 0x50 upwards do, answers do, and UPR/0's 0x01."""
+    if head.magic != REQUEST:
+        return True
+    if head.opcode == 0x01:
+        return family(head) is not None or (dialect is UPR0 and head.data_type in (1, 2))
+    return 0x40 <= head.opcode < 0x48 or 0x50 <= head.opcode < 0x70
 
 
 class Desk(Sender):
@@ -227,8 +231,7 @@ class Desk(Sender):
     def _refuse(self, head: Header, error: UpperError, value: bytes) -> None:
         if head.magic != REQUEST:
             return
-        spoken = UPR0 if family(head) is UPR0 else None
-        if spoken is None:
+        if self.dialect is not UPR0 or head.opcode != 0x01:
             self.say(self.connection.packed(error.status, value, opcode=head.opcode, opaque=head.opaque))
             return
         value = b"" if isinstance(error, NotMyPartition) else value
@@ -239,7 +242,7 @@ class Desk(Sender):
             partition=Partition(head.vbucket),
             value=value,
         )
-        self.say(spoken.encode(refusal))
+        self.say(UPR0.encode(refusal))
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 

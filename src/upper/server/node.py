@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from upper import kernel
 from upper.errors import Busy, NotMyPartition
 from upper.model.messages import EndReason
 from upper.model.values import BranchId, Partition, Seqno, State
@@ -192,6 +193,14 @@ class Node:
             self.hub.committed(commit)
         else:
             self.counters.failed_commits += 1
+            self._back_to_disk(commit)
+
+    def _back_to_disk(self, commit: Commit) -> None:
+        """A batch will never be on disk: its partitions are what the disk says, and streams begin anew."""
+        for number in kernel.group(commit.records):
+            store = self.bucket.partitions[number]
+            self._end_streams(store, None)
+            self.hub.reset(store.id)
 
     @property
     def due(self) -> int:

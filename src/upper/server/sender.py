@@ -95,7 +95,7 @@ class Sender(Follower):
         if self._has_room and self._fits(len(spoken)):
             self.window.sent(len(spoken))
             if self._out:
-                self._flush()
+                self.flush()
             self.connection.send(spoken)
             return
         # No room: these fall behind, each where it stands now, and this commit is read from the store later.
@@ -123,7 +123,7 @@ class Sender(Follower):
             if machine.phase is Sending.BEHIND:
                 self._enqueue(stream, Todo.ROOM)
         self._settle(stream)
-        self._flush()
+        self.flush()
 
     def _leave_step(self, stream: Stream) -> None:
         if stream.in_step:
@@ -291,8 +291,8 @@ class Sender(Follower):
                 continue
             budget -= cost
             if cost >= DIRECT:
-                self._flush()  # so that the loop sees whether the peer takes it
-        self._flush()
+                self.flush()  # so that the loop sees whether the peer takes it
+        self.flush()
         if self._queue and self._has_room:
             self._schedule()
 
@@ -388,7 +388,7 @@ class Sender(Follower):
         self._out.append(data)
         self._schedule()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Write what was put: large pieces as they are, small ones joined."""
         out, self._out = self._out, []
         small: list[bytes] = []
@@ -414,7 +414,7 @@ class Sender(Follower):
     def stop_all(self, reason: EndReason) -> None:
         for stream in tuple(self.streams.values()):
             self.stop(stream, reason)
-        self._flush()
+        self.flush()
 
     def abandon(self) -> None:
         self.connection.abort()
