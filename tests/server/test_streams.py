@@ -350,23 +350,23 @@ def test_a_second_dialect_on_a_connection_is_refused_by_name(peer: Peer) -> None
 
 
 def test_answers_keep_their_order_across_streams_and_key_value(node: Node) -> None:
-    """A NOOP at the end is a barrier: whatever was asked before it has been answered when its answer comes."""
+    """A NOOP at the end is a barrier: whatever was asked before it has been answered by then."""
 
-    def packet(opcode: int, opaque: int, extras: bytes = b"", data_type: int = 0) -> bytes:
-        return (
-            struct.pack(">BBHBBHIIQ", 0x80, opcode, 0, len(extras), data_type, 0, len(extras), opaque, 0)
-            + extras
-        )
+    def packet(opcode: int, opaque: int, extras: bytes = b"") -> bytes:
+        size = len(extras)
+        return struct.pack(">BBHBBHIIQ", 0x80, opcode, 0, size, 0, 0, size, opaque, 0) + extras
 
     asked = struct.pack(">IIQQQQ", 0, 0, 0, 2**64 - 1, 0, 0)
     with node.connect() as connection:
         connection.sendall(
             packet(0x7F, 1) + packet(0x50, 2, asked) + packet(0xE1, 3) + packet(0x51, 4) + packet(0x0A, 5)
         )
-        data, seen = b"", []
+        data = b""
+        seen: list[int] = []
         while 5 not in seen:
             data += connection.recv(4096)
-            at, seen = 0, []
+            at = 0
+            seen = []
             while at + 24 <= len(data):
                 magic, _, _, _, _, _, body, opaque, _ = struct.unpack_from(">BBHBBHIIQ", data, at)
                 if magic == 0x81:
