@@ -18,7 +18,7 @@ from bench import Row, seconds
 from bench.kernel import KERNELS, record
 from upper import kernel
 from upper.client import bulk
-from upper.client.bucket import Bucket, connect
+from upper.client.bucket import GATHER, Bucket, connect
 from upper.client.bulk import Columns
 from upper.client.events import Mutation
 from upper.client.follow import Follower
@@ -32,7 +32,7 @@ from upper.model.values import BranchId, Partition, Seqno, Version
 from upper.wire.upr import UPR
 
 PARTITIONS = 64
-CHUNK = 8 << 20  # bytes handed over at once, as the driver gathers them
+CHUNK = GATHER  # bytes handed over at once, as the driver gathers them
 HERE = Address("127.0.0.1", 1)
 
 

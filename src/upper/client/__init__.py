@@ -1,10 +1,17 @@
 """The consumer library: follow a bucket, leave it, and take it up again where you left.
 
-url, routes            where the nodes are, and which of them holds a partition
-events, positions      what a follower sees, and where it stands
-checkpoint             positions at rest
-place, follow          the machine: handshakes, rollbacks, reconnects; no socket, no clock
-link, login, commands  key-value: packets, signing in, what each call asks
-bulk                   the same changes as columns
-blocking, asynchronous the two drivers, and the bucket that each gives to its callers
+    url, routes              where the nodes are, and which of them holds a partition
+    events, positions        what a follower sees, and where it stands
+    checkpoint               positions at rest
+    plan                     from what a caller wants to where each partition begins and ends
+    lane, follow, tap        the machine: handshakes, rollbacks, reconnects; no socket, no clock
+    decode, bulk             bytes into events, or into columns
+    reader                   what the application has been given, is through with, and has saved
+    link, login, commands    key-value: packets, signing in, what each call asks
+    sockets, feed, bucket    the blocking driver
+    asynchronous             the other one
+    load                     a load generator
+    rules                    the resume decision, for those who plan ahead
+
+Read lane.py first: it is what the rest carries.
 """

@@ -15,7 +15,7 @@ from inspect import isawaitable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
 
-from upper.client.bucket import TIMEOUT, address_of, portions
+from upper.client.bucket import GATHER, TIMEOUT, address_of, portions
 from upper.client.bulk import Columns
 from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, as_bytes
 from upper.client.events import Event, Rollback
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 T = TypeVar("T")
-READ = 8 << 20  # bytes asked of a connection at once; what goes into one record batch, at most
-AHEAD = 4 << 20  # bytes that asyncio collects before it stops reading from a socket
+READ = GATHER  # bytes asked of a connection at once; what goes into one record batch, at most
+AHEAD = READ // 2  # bytes after which asyncio stops reading from a socket; it may hold twice as many
 CONNECT = 5.0  # seconds to open a connection of a feed
 
 

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TIMEOUT = 10.0  # seconds that a call may take
 AT_ONCE = 4096  # requests of a pipelined call that are under way together
-GATHER = 8 << 20  # bytes that go into one record batch, where they are there at once
+# Bytes that go into one record batch, where they are there at once: as many as stay in a processor's cache
+# between finding the packets and decoding them, which is measurably faster than more.
+GATHER = 2 << 20
 
 
 def connect(
