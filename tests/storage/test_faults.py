@@ -478,6 +478,20 @@ def test_repairing_what_is_sound_changes_nothing(opened: Open, directory: Path) 
     assert contents(opened()) == before
 
 
+def test_checking_and_repairing_need_little_memory(
+    opened: Open, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upper.storage.check.MEMORY", 500)
+    _, before = damaged(opened, compacted=True)
+    assert list(check(directory)) == []
+    last = max((directory / "journal").iterdir())
+    last.write_bytes(last.read_bytes()[:-30])
+    repaired(directory)
+    bucket = opened()
+    assert contents(bucket) == before, "the second round wrote the same values again"
+    assert [store.high for store in bucket.partitions] == [59] * 4
+
+
 def test_leftovers_of_a_crashed_compaction_are_deleted(opened: Open, directory: Path) -> None:
     damaged(opened, compacted=True)
     (directory / "partitions" / "00000099.part.new").write_bytes(b"half a file")

@@ -29,6 +29,8 @@ from upper.storage.opening import UNKNOWN_BRANCH, fresh_branch, lock_directory, 
 from upper.storage.partition import PartitionStore
 from upper.storage.settings import StorageSettings
 
+MEMORY = 256 << 20  # bytes of records that are held while looking; what is past that is read when needed
+
 
 @dataclass(slots=True)
 class Survey:
@@ -112,6 +114,7 @@ def _survey(directory: Path, lock: int) -> Survey:
         uuid=identity.uuid,
         partitions=identity.partitions,
         stores=bucket.partitions,
+        quota=MEMORY,
         problem=findings.append,
     )
     mark = marks.read_mark(directory)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -247,8 +247,7 @@ class Rewriter:
             error = caught
         now = time.monotonic()
         self._rest_until = now + min(5.0, (now - began) * (1 / self._bucket.settings.compact_share - 1))
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._finish, packs, error)
+        self._then(self._finish, packs, error)
 
     def _rest(self) -> None:
         """Stay away until the last run was only its share of the time, unless there is no time for that."""
@@ -281,6 +280,8 @@ class Rewriter:
             assert self._loop is not None
             self._loop.call_soon(self._step, steps)
             return
+        self._forget_beside()
+        self._bucket.kick()
         self._consider()
 
     def _discard(self, pack: compact.Pack) -> None:
@@ -317,12 +318,10 @@ class Rewriter:
             self.rewritten += pack.size
         self.runs += 1
         self._packs = []
-        self._forget()
         self.weigh()
-        self._bucket.kick()
 
-    def _forget(self) -> None:
-        """Delete the segments that nothing needs any more; first say which files hold them instead."""
+    def _forgettable(self) -> marks.Floor | None:
+        """What the journal need not hold any longer, if that lets a segment go."""
         bucket = self._bucket
         needed = min(
             (store.first_batch for store in bucket.partitions if store.first_batch is not None),
@@ -330,13 +329,41 @@ class Rewriter:
         )
         segments = bucket.journal.segments
         if len(segments) < 2 or segments[0].last >= needed:
-            return
+            return None
         files = tuple(0 if store.file is None else store.file.number for store in bucket.partitions)
-        try:
-            marks.write_floor(bucket.disk, bucket.directory, marks.Floor(needed, files))
-            bucket.journal.forget(needed)
-        except OSError as error:
-            log.error("bucket %s: old journal segments stay: %s", bucket.name, error)
+        return marks.Floor(needed, files)
+
+    def _forget(self) -> None:
+        """Delete the segments that nothing needs any more; first say which files hold them instead."""
+        floor = self._forgettable()
+        if floor is not None:
+            self._write_floor(floor)
+            self._bucket.journal.forget(floor.first)
+
+    def _forget_beside(self) -> None:
+        """The same, while the loop goes on."""
+        floor = self._forgettable()
+        if floor is not None and self._worker is not None and not self._closed:
+            self._worker.submit(self._write_floor, floor).add_done_callback(
+                lambda done: self._then(self._forgotten, floor, done.exception())
+            )
+
+    def _write_floor(self, floor: marks.Floor) -> None:
+        marks.write_floor(self._bucket.disk, self._bucket.directory, floor)
+
+    def _forgotten(self, floor: marks.Floor, error: BaseException | None) -> None:
+        if self._bucket.closed:
+            return
+        if error is not None:
+            log.error("bucket %s: old journal segments stay: %s", self._bucket.name, error)
+            return
+        self._bucket.journal.forget(floor.first)
+        self._measure()
+
+    def _then(self, step: Callable[..., None], *facts: object) -> None:
+        """Go on in the loop's thread, unless it has ended."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(step, *facts)
 
     def compact_now(self, stores: list[PartitionStore]) -> None:
         """The same without a loop in between: for tools, tests and repairs."""
@@ -353,6 +380,10 @@ class Rewriter:
         for _ in self._adopt(packs):
             pass
         self._packs = running
+        try:
+            self._forget()
+        except OSError as error:
+            log.error("bucket %s: old journal segments stay: %s", self._bucket.name, error)
 
     # ── Rollback ──────────────────────────────────────────────────────────────────────────────────
 
