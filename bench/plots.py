@@ -6,6 +6,7 @@ ids, text as text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def _versus(row: Mapping[str, Any]) -> str:
 
 
 def latency(rows: Rows) -> Any:
-    """Quantiles of what is answered and delivered."""
-    lines = [row for row in rows if row["plot"] == "latency" and row["points"]]
+    """Quantiles of what is answered and delivered; each nine has the same width."""
+    lines = [row for row in rows if row["plot"].startswith("latency") and row["points"]]
     if not lines:
         return None
     from matplotlib.figure import Figure
@@ -82,14 +83,18 @@ def latency(rows: Rows) -> Any:
     axes = figure.add_subplot()
     for row in lines:
         label = row["name"].rpartition(",")[0]
-        values = [value for _, value in row["points"]]
-        axes.plot(range(len(values)), values, marker="o", markersize=3.5, label=label)
-    quantiles = [f"p{quantile:g}" for quantile, _ in lines[0]["points"]]
-    axes.set_xticks(range(len(quantiles)), quantiles)
+        places = [(nines(quantile), value) for quantile, value in row["points"] if quantile < 100]
+        axes.plot(*zip(*places, strict=True), marker="o", markersize=3.5, label=label)
+    marks = (50, 90, 99, 99.9)
+    axes.set_xticks([nines(mark) for mark in marks], [f"p{mark:g}" for mark in marks])
     axes.set_yscale("log")
     axes.set_ylabel("milliseconds")
     axes.legend(fontsize=7.5, frameon=False)
     return figure
+
+
+def nines(quantile: float) -> float:
+    return -math.log10(1 - quantile / 100)
 
 
 def growth(rows: Rows) -> Any:
