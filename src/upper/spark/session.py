@@ -6,10 +6,13 @@ makes one: few settings, each with its reason, and any `spark.*` setting of the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
@@ -48,6 +51,8 @@ def start(
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "8",
     }
+    if "SPARK_CONF_DIR" not in os.environ:
+        conf["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet()}"
     if local:
         conf |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     builder = SparkSession.builder.appName(app).master(patient(master))
@@ -57,6 +62,26 @@ def start(
     for file in py_files:
         session.sparkContext.addPyFile(file)
     return session
+
+
+def _quiet() -> str:
+    """Settings of Java's logging that let errors through; without, Spark says ten lines at every start."""
+    descriptor, path = tempfile.mkstemp(prefix="upper-", suffix=".properties")
+    with open(descriptor, "w") as file:
+        file.write(QUIET)
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return path
+
+
+QUIET = """\
+rootLogger.level = error
+rootLogger.appenderRef.stderr.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
+"""
 
 
 def patient(master: str) -> str:
