@@ -78,7 +78,7 @@ class Pipe:
             self.writer.close()
 
 
-async def open_pipe(access: Access, node: Node) -> Pipe:
+async def open_pipe(access: Access, node: Node, *, tokens: bool = False) -> Pipe:
     try:
         reader, writer = await asyncio.open_connection(
             node.host,
@@ -95,7 +95,7 @@ async def open_pipe(access: Access, node: Node) -> Pipe:
         why = error.strerror or str(error)
         raise Unreachable(f"{node} cannot be reached ({why}); is a node running there?") from None
     pipe = Pipe(reader, writer)
-    steps = access.login(node)
+    steps = access.login(node, tokens=tokens)
     try:
         packet = next(steps)
         while True:
@@ -126,7 +126,7 @@ class Bucket:
         self.timeout = timeout or address.timeout or TIMEOUT
         self.access = Access(address, tls_context(address, tls), address.settings.get("name", name))
         self._commands = Commands(address, random=random.random)
-        self._pipes: dict[Node, Pipe] = {}
+        self._pipes: dict[tuple[Node, bool], Pipe] = {}
         self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -145,8 +145,8 @@ class Bucket:
         await self.close()
 
     async def close(self) -> None:
-        for node in list(self._pipes):
-            await self._drop(node)
+        for which in list(self._pipes):
+            await self._drop(which)
 
     # ── The map ───────────────────────────────────────────────────────────────────────────────────
 
@@ -315,18 +315,19 @@ class Bucket:
         results: dict[Node, list[Answer]] = {}
 
         async def one(node: Node, packets: list[bytes]) -> None:
-            pipe = self._pipes.get(node)
+            which = (node, batch.tokens)
+            pipe = self._pipes.get(which)
             if pipe is None or pipe.reader.at_eof():
-                pipe = self._pipes[node] = await open_pipe(self.access, node)
+                pipe = self._pipes[which] = await open_pipe(self.access, node, tokens=batch.tokens)
             try:
                 results[node] = await pipe.exchange(b"".join(packets), len(packets))
             except OSError as error:
-                await self._drop(node)
+                await self._drop(which)
                 raise Unreachable(
                     f"the connection was lost ({error}); what was under way may have happened or not"
                 ) from None
             except RemoteProtocolError:
-                await self._drop(node)
+                await self._drop(which)
                 raise
 
         # All of them are waited for, also when one fails: what the others answered is read off their pipes.
@@ -336,8 +337,8 @@ class Bucket:
                 raise outcome
         return results
 
-    async def _drop(self, node: Node) -> None:
-        pipe = self._pipes.pop(node, None)
+    async def _drop(self, which: tuple[Node, bool]) -> None:
+        pipe = self._pipes.pop(which, None)
         if pipe is not None:
             pipe.close()
 

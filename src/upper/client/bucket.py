@@ -184,7 +184,10 @@ class Bucket:
     def set_many(
         self, items: Mapping[Any, Text] | Iterable[tuple[Text, Text]], *, expiry: int = 0, flags: int = 0
     ) -> list[Stored]:
-        """Store many values; they are all stored when this returns, and some may be when it raises."""
+        """Store many values; they are all stored when this returns, and some may be when it raises.
+
+        For speed the answers tell the CAS of each, but not its seqno.
+        """
         pairs = items.items() if isinstance(items, Mapping) else items
         stored: list[Stored] = []
         for some in portions(pairs):

@@ -31,6 +31,7 @@ NEVER = 0xFFFFFFFF  # the expiration that makes a counter fail instead of creati
 _STORE = struct.Struct(">BBHBBHIIQII")
 _BARE = struct.Struct(">BBHBBHIIQ")
 _TOKEN = struct.Struct(">QQ")
+_READS = (Opcode.GET, Opcode.GET_META)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Batch:
     """Send these, and come back with every answer, in the order in which each node gave them."""
 
     packets: Mapping[Node, Sequence[bytes]]
+    tokens: bool = False  # writes shall say where they stand in history
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Item(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Proof of a write: its CAS and, where the node tells, where it stands in the history."""
+    """Proof of a write: its CAS and, of writes one by one, where it stands in the history."""
 
     cas: Cas
     branch: BranchId | None = None
@@ -148,7 +150,9 @@ class Commands:
                 except TimedOut:
                     raise error from None
 
-    def spread(self, requests: Sequence[tuple[Partition, bytes]], *, again: bool) -> Call[list[Answer]]:
+    def spread(
+        self, requests: Sequence[tuple[Partition, bytes]], *, again: bool, tokens: bool = False
+    ) -> Call[list[Answer]]:
         """Each request to the node that holds its partition; the answers in the order of the requests.
 
         Opaques must be the indices. `again`: the requests may be sent a second time when a connection is
@@ -163,7 +167,7 @@ class Commands:
             by_node, moved = self._by_node(requests, pending)
             refused: Exception | None = nobody(requests[moved[0]][0]) if moved else None
             try:
-                got: Answers = yield Batch(by_node)
+                got: Answers = yield Batch(by_node, tokens)
             except TimedOut:
                 raise
             except Unreachable as error:
@@ -233,7 +237,8 @@ class Commands:
             yield from self.patient_learn()
         partition = self.routes.partition_of(name)
         packet = pack(REQUEST, opcode, key=name, extras=extras, value=value, cas=cas, vbucket=partition)
-        (answer,) = yield from self.spread([(partition, packet)], again=again)
+        tokens = opcode not in _READS
+        (answer,) = yield from self.spread([(partition, packet)], again=again, tokens=tokens)
         if answer.status:
             raise refusal(answer, partition=partition)
         return answer

@@ -33,9 +33,14 @@ def login(
     private: bool,
     nonce: Callable[[], str],
     name: str = "upper",
+    tokens: bool = False,
 ) -> Login:
-    """Everything before the first request. `private`: nobody can listen on this connection."""
-    features = struct.pack(">H", Feature.MUTATION_SEQNO)
+    """Everything before the first request.
+
+    `private`: nobody can listen on this connection. `tokens`: writes shall say where they stand in history,
+    which a node does at a fraction of its full speed.
+    """
+    features = struct.pack(">H", Feature.MUTATION_SEQNO) if tokens else b""
     hello = yield pack(REQUEST, Opcode.HELLO, key=name.encode(), value=features)
     # A node that knows no HELLO is spoken to without: it only means that writes return no seqno.
     if hello.status not in (Status.OK, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):

@@ -36,7 +36,7 @@ class Access:
     def private(self, node: Node) -> bool:
         return self.tls is not None or node.local
 
-    def login(self, node: Node) -> Login:
+    def login(self, node: Node, *, tokens: bool = False) -> Login:
         return login(
             user=self.address.user,
             password=self.address.password,
@@ -44,6 +44,7 @@ class Access:
             private=self.private(node),
             nonce=lambda: b64encode(secrets.token_bytes(18)).decode(),
             name=self.name,
+            tokens=tokens,
         )
 
 
@@ -61,7 +62,7 @@ def tls_context(address: Address, given: bool | ssl.SSLContext | None) -> ssl.SS
         raise BadUrl(f"ca={authority} cannot be used ({error}); name a file of PEM certificates") from None
 
 
-def open_socket(access: Access, node: Node, deadline: float) -> socket.socket:
+def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = False) -> socket.socket:
     """A connection to a node, signed in; it does not block any more when this returns."""
     left = deadline - time.monotonic()
     if left <= 0:
@@ -76,7 +77,7 @@ def open_socket(access: Access, node: Node, deadline: float) -> socket.socket:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if access.tls is not None:
             connection = access.tls.wrap_socket(connection, server_hostname=node.host)
-        _sign_in(access, node, connection, deadline)
+        _sign_in(access.login(node, tokens=tokens), node, connection, deadline)
         connection.setblocking(False)
         return connection
     except ssl.SSLCertVerificationError as error:
@@ -95,8 +96,8 @@ def open_socket(access: Access, node: Node, deadline: float) -> socket.socket:
         raise
 
 
-def _sign_in(access: Access, node: Node, connection: socket.socket, deadline: float) -> None:
-    steps, link = access.login(node), Link()
+def _sign_in(steps: Login, node: Node, connection: socket.socket, deadline: float) -> None:
+    link = Link()
     try:
         packet = next(steps)
         while True:
@@ -165,11 +166,11 @@ class _Work:
 
 
 class Lines:
-    """The key-value connections of one bucket, one a node."""
+    """The key-value connections of one bucket: one a node, and another where writes tell their seqnos."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._lines: dict[Node, Line] = {}
+        self._lines: dict[tuple[Node, bool], Line] = {}
         self._owner = os.getpid()
 
     def exchange(self, batch: Batch, deadline: float) -> Mapping[Node, list[Answer]]:
@@ -180,12 +181,13 @@ class Lines:
         work: list[_Work] = []
         try:
             for node, packets in batch.packets.items():
-                work.append(_Work(self._line(node, deadline), b"".join(packets), len(packets)))
+                line = self._line(node, batch.tokens, deadline)
+                work.append(_Work(line, b"".join(packets), len(packets)))
             self._pump(work, deadline)
         except (OSError, RemoteProtocolError, TimedOut) as error:
             # Whatever still comes on these would be taken for the answers to somebody else.
             for each in work:
-                self._drop(each.line.node)
+                self._drop((each.line.node, batch.tokens))
             if isinstance(error, OSError):
                 raise Unreachable(
                     f"the connection was lost ({_reason(error)}); what was under way may have happened or not"
@@ -194,8 +196,8 @@ class Lines:
         return {each.line.node: each.answers for each in work}
 
     def close(self) -> None:
-        for node in list(self._lines):
-            self._drop(node)
+        for which in list(self._lines):
+            self._drop(which)
 
     def _pump(self, work: list[_Work], deadline: float) -> None:
         pending = {each.line.socket.fileno(): each for each in work}
@@ -212,17 +214,18 @@ class Lines:
             for number, _ in ready:
                 pending[number].step()
 
-    def _line(self, node: Node, deadline: float) -> Line:
-        line = self._lines.get(node)
+    def _line(self, node: Node, tokens: bool, deadline: float) -> Line:
+        line = self._lines.get((node, tokens))
         if line is not None and line.stale():
-            self._drop(node)
+            self._drop((node, tokens))
             line = None
         if line is None:
-            line = self._lines[node] = Line(node, open_socket(self._access, node, deadline))
+            connection = open_socket(self._access, node, deadline, tokens=tokens)
+            line = self._lines[node, tokens] = Line(node, connection)
         return line
 
-    def _drop(self, node: Node) -> None:
-        line = self._lines.pop(node, None)
+    def _drop(self, which: tuple[Node, bool]) -> None:
+        line = self._lines.pop(which, None)
         if line is not None:
             line.socket.close()
 
