@@ -3,7 +3,7 @@
     console   `$ command` lines, each followed by what it prints; `...` stands for anything, in a line or as
               a line; `^C` ends a command that would go on
     sh        commands without their output
-    python    programs; those of one page share their names
+    python    programs; those of one page share their names. With `file=NAME` it is saved, not run
 
 `any-numbers` after `console` lets every number in the output stand for any number. A block below
 `<!-- not run: reason -->` is left out, and the reason is shown by every run of the tests. Blocks in other
@@ -37,6 +37,7 @@ class Step:
     language: str = "sh"
     shown: tuple[str, ...] = ()
     loose: bool = False  # numbers in the output stand for any number
+    file: str | None = None  # a program to save under this name
 
     @property
     def interrupted(self) -> bool:
@@ -74,7 +75,10 @@ class Block:
             case "sh":
                 return list(_commands(self))
             case "python":
-                return [Step(self.line + 1, "\n".join(self.lines), "python")]
+                saved = [
+                    option.removeprefix("file=") for option in self.options if option.startswith("file=")
+                ]
+                return [Step(self.line + 1, "\n".join(self.lines), "python", file=next(iter(saved), None))]
             case _:
                 return []
 

@@ -123,6 +123,9 @@ class Shell:
         self._steps += 1
         patience = SPARK_PATIENCE if STARTS_SPARK.search(step.text) else PATIENCE
         deadline = time.monotonic() + patience
+        if step.file is not None:
+            (self.home / step.file).write_text(self.translated(step.text) + "\n")
+            return
         if step.language == "python":
             status = self._run_program(step, deadline)
         elif step.interrupted:
