@@ -22,7 +22,7 @@ import upper
 from upper.client.feed import Feed
 
 _NOTE = struct.Struct(">BHQQI")
-CHANGE, RECEIVED, ROLLBACK = range(3)
+CHANGE, RECEIVED, ROLLBACK, INSIDE = range(4)
 
 
 class Note(NamedTuple):
@@ -38,8 +38,11 @@ def notes(path: Path) -> Iterator[Note]:
     return (Note(*fields) for fields in _NOTE.iter_unpack(data[: len(data) // _NOTE.size * _NOTE.size]))
 
 
-def cut_on_demand(feed: Feed[upper.client.events.Event]) -> None:
+def cut_on_demand(feed: Feed[upper.client.events.Event], out: int) -> None:
     for _ in sys.stdin:
+        lanes = feed._follower.lanes.values()
+        if any(lane.stream.seqno != lane.stream.consistent_at for lane in lanes):
+            os.write(out, _NOTE.pack(INSIDE, 0, 0, 0, 0))
         for line in list(feed._lines.values()):
             with suppress(OSError):
                 line.socket.shutdown(socket.SHUT_RDWR)
@@ -55,7 +58,7 @@ def main(url: str, database: str, meter: str, until: str | None = None) -> None:
             on_rollback=lambda rollback: index.take_back(rollback.partition, rollback.to),
             checkpoint_every=0.05,
         )
-        threading.Thread(target=cut_on_demand, args=(feed,), daemon=True).start()
+        threading.Thread(target=cut_on_demand, args=(feed, out), daemon=True).start()
         for event in feed:
             if feed.bytes_received > received:
                 os.write(out, _NOTE.pack(RECEIVED, 0, 0, 0, feed.bytes_received - received))

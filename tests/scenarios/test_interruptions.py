@@ -20,11 +20,11 @@ import pytest
 
 import upper
 from tests.nodes import Node
-from tests.scenarios.copying import CHANGE, RECEIVED, ROLLBACK, notes
+from tests.scenarios.copying import CHANGE, INSIDE, RECEIVED, ROLLBACK, notes
 from upper.client.bucket import Bucket
 from upper.model.values import Partition
 
-KEYS = 400
+KEYS = 2000
 INTERRUPTIONS = {"cut": 100, "branch": 40, "client": 35, "node": 25}
 OVERLAP = 64 * 1024  # bytes fetched again, at most, on average over the interruptions
 
@@ -42,7 +42,9 @@ class Writer(threading.Thread):
     def run(self) -> None:
         random = self._random
         while not self._stop_now.wait(0.02):
-            keys = [f"k{random.randrange(KEYS)}" for _ in range(random.randrange(1, 60))]
+            # Now and then a lot at once: a snapshot that does not fit into one read.
+            most = KEYS if random.random() < 0.2 else 60
+            keys = [f"k{random.randrange(KEYS)}" for _ in range(random.randrange(1, most))]
             if random.random() < 0.2:
                 self._bucket.delete_many(keys[:10])
             else:
@@ -138,24 +140,28 @@ def report(copy: Copy, writer: Writer, interruptions: int, seconds: float) -> No
     """Bytes fetched against bytes missed: a change that comes twice was not missed the second time."""
     seen: Counter[tuple[int, int, int]] = Counter()
     sizes: dict[tuple[int, int, int], int] = {}
-    received = rollbacks = 0
+    received = rollbacks = inside = 0
     for note in notes(copy.meter):
         if note.kind == CHANGE:
             seen[note[1:4]] += 1
             sizes[note[1:4]] = note.size
         elif note.kind == RECEIVED:
             received += note.size
-        else:
-            assert note.kind == ROLLBACK
+        elif note.kind == ROLLBACK:
             rollbacks += 1
+        else:
+            assert note.kind == INSIDE
+            inside += 1
     missed = sum(sizes.values())
     fetched = sum(sizes[change] * count for change, count in seen.items())
     print(
-        f"\n{interruptions} interruptions in {seconds:.0f} s, {writer.writes} writes, {rollbacks} rollbacks:"
+        f"\n{interruptions} interruptions in {seconds:.0f} s, {writer.writes} writes, {rollbacks} rollbacks,"
+        f" {inside} cuts inside a snapshot:"
         f" missed {missed / 1e6:.2f} MB, fetched {fetched / 1e6:.2f} MB"
         f" ({(fetched - missed) / interruptions / 1e3:.1f} kB again for each interruption),"
         f" {received / 1e6:.2f} MB on the wire"
     )
     assert rollbacks > 0
+    assert inside > 0
     assert fetched <= missed + interruptions * OVERLAP
     assert fetched <= 2 * missed
