@@ -213,7 +213,7 @@ def compared(name: str, unit: str, rates: dict[str, float], expected: str = "") 
 def rows(quick: bool) -> Iterator[Row]:
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
         directory = Path(name)
-        yield from against_others(directory, batches=100 if quick else 500)
+        yield from against_others(directory, batches=250 if quick else 1000)
         yield from at_rest(directory, items=100_000 if quick else 1_000_000)
         yield from while_compacting(directory, items=50_000 if quick else 200_000)
 

@@ -38,8 +38,8 @@ PACK_SHARE = (
 PACK_PARTITIONS = 256
 # Disk use in multiples of the live data, counting what has to be written before the journal can go:
 FIRST = 0.42  # past `compact_at`: what is in no file yet goes into one, though there is no waste yet
-URGENT = 0.4  # past it: the rewriter takes all of its time
-FULL = 0.45  # past it: batches wait while partitions are being rewritten
+URGENT = 0.55  # past it: the rewriter takes all of its time
+FULL = 0.6  # past it: batches wait while partitions are being rewritten
 
 
 class Rewriter:

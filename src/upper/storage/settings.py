@@ -23,7 +23,7 @@ class StorageSettings:
     segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
     compact: bool = True  # rewrite partitions in the background
     compact_at: float = 1.6  # disk use, in multiples of the live data, at which rewriting begins
-    compact_floor: int = 4 * MIB  # disk use below which nothing is rewritten
+    compact_floor: int = MIB  # disk use below which nothing is rewritten
     compact_share: float = 0.3  # share of its time that the rewriter works, unless the disk fills up
     sweep_every: float = 1.0  # seconds between two looks for expired items and old deletions
 
