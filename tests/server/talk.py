@@ -93,7 +93,7 @@ class Peer:
         try:
             while True:
                 seen += self.receive()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return seen
 
     def until(self, wanted: Callable[[Message], bool]) -> list[Message]:

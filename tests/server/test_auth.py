@@ -19,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.nodes import Node
+from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.errors import AuthenticationFailed
-from upper.model.messages import Refusal, Response
+from upper.model.messages import Refusal, Response, SeqnosAnswer, SeqnosRequest
 from upper.server.auth import (
     HASHES,
     BadUsersFile,
@@ -35,7 +36,7 @@ from upper.server.auth import (
     load_users,
     save_users,
 )
-from upper.server.settings import BadSettings, ServerSettings, Tls
+from upper.server.settings import BadSettings, Limits, ServerSettings, Tls
 from upper.wire.codes import Opcode, Status
 
 PASSWORDS = {"reader": "r-secret", "writer": "w-secret", "follower": "f-secret", "boss": "b-secret"}
@@ -143,6 +144,26 @@ def test_each_role_may_do_its_own(guarded: Node) -> None:
     with Peer(guarded) as peer:
         plain(peer, "boss", PASSWORDS["boss"])
         assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1").status == 0
+
+
+def test_who_is_not_logged_in_learns_nothing_about_the_node(guarded: Node) -> None:
+    with Peer(guarded) as peer:
+        for opcode in (Opcode.GET_CLUSTER_CONFIG, Opcode.GET_VBUCKET_STATE, Opcode.GET_RANDOM_KEY):
+            assert peer.ask(opcode).status == Status.AUTHENTICATION_FAILED
+        assert peer.ask(Opcode.SELECT_BUCKET, b"default").status == Status.AUTHENTICATION_FAILED
+        peer.send(SeqnosRequest(opaque=5))
+        assert peer.wait_for(Refusal, 5).status == Status.AUTHENTICATION_FAILED
+        plain(peer, "follower", PASSWORDS["follower"])
+        peer.send(SeqnosRequest(opaque=6))
+        assert len(peer.wait_for(SeqnosAnswer, 6).seqnos) == 16
+
+
+def test_who_does_not_log_in_in_time_is_closed(tmp_path: Path, users_file: Path) -> None:
+    settings = ServerSettings(port=0, users=users_file, limits=Limits(login=0.5))
+    with Running(tmp_path / "data", settings) as node, node.peer() as slow, node.peer() as quick:
+        assert plain(quick, "writer", PASSWORDS["writer"]).status == 0
+        assert slow.rest() == []
+        assert quick.set(b"k", b"v").status == 0
 
 
 def test_three_failures_close_the_connection(guarded: Node) -> None:

@@ -6,14 +6,13 @@ the sync of the journal is held back until the test lets it go.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.model.messages import (
     Flush,
@@ -26,62 +25,7 @@ from upper.model.messages import (
     SnapshotEnd,
     StreamStart,
 )
-from upper.server.node import Node
-from upper.server.settings import ServerSettings
-from upper.storage import Bucket, Disk
 from upper.wire.codes import Opcode, Status
-
-
-class Held(Disk):
-    """A disk whose syncs wait while it is held."""
-
-    def __init__(self) -> None:
-        self.free = threading.Event()
-        self.free.set()
-        self.waiting = threading.Event()
-
-    def fdatasync(self, fd: int) -> None:
-        if not self.free.is_set():
-            self.waiting.set()
-            assert self.free.wait(30)
-        super().fdatasync(fd)
-
-    def hold(self) -> None:
-        self.waiting.clear()
-        self.free.clear()
-
-
-class Running:
-    """A node in a thread."""
-
-    def __init__(self, path: Path) -> None:
-        self.disk = Held()
-        self.bucket = Bucket.open(path, partitions=4, disk=self.disk)
-        self.port = 0
-        self._ready, self._stop = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-
-    async def _main(self) -> None:
-        loop = asyncio.get_running_loop()
-        node = Node(self.bucket, ServerSettings(port=0), loop)
-        await node.start()
-        self.port = node.port
-        self._ready.set()
-        await loop.run_in_executor(None, self._stop.wait)
-        await node.stop()
-
-    def __enter__(self) -> Running:
-        self._thread.start()
-        assert self._ready.wait(20)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.disk.free.set()
-        self._stop.set()
-        self._thread.join()
-
-    def peer(self) -> Peer:
-        return Peer(("127.0.0.1", self.port))
 
 
 @pytest.fixture

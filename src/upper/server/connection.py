@@ -241,9 +241,9 @@ class Connection(asyncio.Protocol):
 
     def _call(self, row: Row, head: Header, data: bytes, at: int) -> Call:
         """The request as its handler wants it, once everything that its row asks for holds."""
+        if self.user is None and self.node.users is not None and not row.anybody:
+            raise AuthenticationFailed("authenticate with SASL first")
         if row.role not in self.roles:
-            if self.user is None:
-                raise AuthenticationFailed("authenticate with SASL first")
             raise NotAllowed(
                 f"{row.name} needs the role {' and '.join(row.role.names)}; ask an administrator"
             )

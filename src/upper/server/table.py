@@ -81,6 +81,7 @@ class Row:
     value: bool | None
     quiet: Quiet
     waits: bool  # the answer may rest on a change that is not durable yet
+    anybody: bool  # allowed before a login
     name: str
 
 
@@ -98,11 +99,13 @@ def handles(
     key: bool | None = False,
     value: bool | None = False,
     waits: bool = False,
+    anybody: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Make a function the handler of these opcodes, and of the quiet forms of them.
 
     `extras` are the lengths that are allowed; `key` and `value` must be there, must not, or (None) may be.
-    Whatever looks at a partition waits for its last change; `waits` says so where `state` does not.
+    Whatever looks at a partition waits for its last change; `waits` says so where `state` does not. Where
+    there are users, a command needs a login unless it is for `anybody`.
     """
 
     def add(handler: Handler) -> Handler:
@@ -111,7 +114,7 @@ def handles(
             silence = leaves_out if opcode in quiet else Quiet.NEVER
             name = Opcode(opcode).name.lower()
             _ROWS[opcode] = Row(
-                handler, role, state, extras, key, value, silence, waits or state is not None, name
+                handler, role, state, extras, key, value, silence, waits or state is not None, anybody, name
             )
         return handler
 

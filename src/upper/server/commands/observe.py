@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from struct import Struct
 
-from upper.errors import InvalidArguments, KeyNotFound
+from upper.errors import InvalidArguments, KeyNotFound, NotAllowed
 from upper.model.values import BranchId, Seqno, State
 from upper.server.auth import Role
 from upper.server.table import Call, Reply, handles
@@ -62,9 +62,11 @@ def observe_seqno(call: Call) -> Reply:
     return Reply(value=answer)
 
 
-@handles(Opcode.GET_ALL_VB_SEQNOS, role=Role.READ, extras=(0, 4))
+@handles(Opcode.GET_ALL_VB_SEQNOS, extras=(0, 4))
 def all_seqnos(call: Call) -> Reply:
     """How far each partition is, as far as anybody may be told: up to what is on disk."""
+    if not call.connection.roles & (Role.READ | Role.STREAM):
+        raise NotAllowed("get_all_vb_seqnos needs the role read or stream; ask an administrator")
     wanted = State.ACTIVE
     if call.extras:
         number = int.from_bytes(call.extras, "big")

@@ -28,29 +28,29 @@ FEATURES = frozenset(
 )
 
 
-@handles(Opcode.NOOP)
+@handles(Opcode.NOOP, anybody=True)
 def noop(call: Call) -> Reply:
     return Reply()
 
 
-@handles(Opcode.VERSION)
+@handles(Opcode.VERSION, anybody=True)
 def version(call: Call) -> Reply:
     return Reply(value=VERSION.encode())
 
 
-@handles(Opcode.VERBOSITY, extras=(4,))
+@handles(Opcode.VERBOSITY, extras=(4,), anybody=True)
 def verbosity(call: Call) -> Reply:
     # Accepted because clients send it; what is logged is the operator's business.
     return Reply()
 
 
-@handles(Opcode.QUIT, quiet=(Opcode.QUITQ,))
+@handles(Opcode.QUIT, quiet=(Opcode.QUITQ,), anybody=True)
 def leave(call: Call) -> Reply:
     call.connection.close_when_answered()
     return Reply()
 
 
-@handles(Opcode.HELLO, key=None, value=None)
+@handles(Opcode.HELLO, key=None, value=None, anybody=True)
 def hello(call: Call) -> Reply:
     """The client says what it knows; the answer is what both know."""
     if len(call.value) % 2:
@@ -64,7 +64,7 @@ def hello(call: Call) -> Reply:
 # ── SASL ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@handles(Opcode.SASL_LIST_MECHS)
+@handles(Opcode.SASL_LIST_MECHS, anybody=True)
 def mechanisms(call: Call) -> Reply:
     if call.node.users is None:
         return Reply(value=b"PLAIN")  # any name and any password will do
@@ -72,7 +72,7 @@ def mechanisms(call: Call) -> Reply:
     return Reply(value=" ".join(offered).encode())
 
 
-@handles(Opcode.SASL_AUTH, key=True, value=None)
+@handles(Opcode.SASL_AUTH, key=True, value=None, anybody=True)
 async def authenticate(call: Call) -> Reply:
     connection, mechanism = call.connection, call.key.decode(errors="replace")
     connection.logout()
@@ -88,7 +88,7 @@ async def authenticate(call: Call) -> Reply:
     return _scram_step(call)
 
 
-@handles(Opcode.SASL_STEP, key=True, value=None)
+@handles(Opcode.SASL_STEP, key=True, value=None, anybody=True)
 def step(call: Call) -> Reply:
     if call.connection.scram is None:
         raise AuthenticationFailed("there is no exchange to go on with; begin with SASL_AUTH")
@@ -157,7 +157,7 @@ def cluster_config(call: Call) -> Reply:
     return Reply(value=call.node.cluster_map(), data_type=_json(call))
 
 
-@handles(Opcode.GET_ERROR_MAP, value=None)
+@handles(Opcode.GET_ERROR_MAP, value=None, anybody=True)
 def error_map(call: Call) -> Reply:
     if len(call.value) not in (0, 2):
         raise InvalidArguments("an error map is asked for with its version, in two bytes")
