@@ -157,9 +157,10 @@ class BucketReading:
                 for batch in changes:
                     if (still := self._still_true(batch)).num_rows:
                         yield still
+                reached = changes.positions
                 for partition in self._starts:
                     if partition not in self.rollbacks:
-                        known = changes.positions.known(partition)
+                        known = reached.known(partition)
                         self.places[partition] = Known(known.log, known.ends[-1:])
 
     def _still_true(self, batch: pa.RecordBatch) -> pa.RecordBatch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+_settled = False
+
 
 def settle() -> None:
     """Once in each worker: what was imported stays, so a collection need not look at it again.
@@ -11,5 +13,7 @@ def settle() -> None:
     Spark collects garbage after every task. Over all that PySpark and pyarrow import that takes tens of
     milliseconds, which is most of a small batch; over what a task really made it takes three.
     """
-    if not gc.get_freeze_count():
+    global _settled
+    if not _settled:  # asking `gc` would take it as long as a small collection
         gc.freeze()
+        _settled = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -67,9 +68,6 @@ def _write(root: Path, table: str, rows: pa.Table, *, group: int) -> DataFile:
         ],
         row_group_size=256 * 1024,
     )
-    with path.open("rb") as written:
-        # The commit that names this file is synced to disk; what it names must not come later than it.
-        os.fsync(written.fileno())
     measured = [name for name in MEASURED if name in rows.column_names]
     edges = {name: pc.min_max(rows[name]).as_py() for name in measured}
     return DataFile(
@@ -80,6 +78,21 @@ def _write(root: Path, table: str, rows: pa.Table, *, group: int) -> DataFile:
         low={name: edge["min"] for name, edge in edges.items()},
         high={name: edge["max"] for name, edge in edges.items()},
     )
+
+
+def sync(root: Path, table: str, files: Sequence[DataFile]) -> None:
+    """Have files on disk before a commit names them: after a power cut it may be there and they not.
+
+    Several at once, for a disk takes about as long for ten as for one.
+    """
+
+    def one(file: DataFile) -> None:
+        with (root / table / file.path).open("rb") as written:
+            os.fsync(written.fileno())
+
+    if files:
+        with ThreadPoolExecutor(min(8, len(files))) as pool:
+            list(pool.map(one, files))
 
 
 def read(

@@ -23,6 +23,8 @@ from upper.spark.feed import Feed, Outlook
 
 log = logging.getLogger(__name__)
 
+WORTH_A_TASK = 2_000  # changes
+
 
 @dataclass
 class Batch:
@@ -143,8 +145,12 @@ class Sync:
                 taken_files=tuple(file for file in taken_files if file.group in groups),
                 now=self._now(),
             )
-            for groups in map(frozenset, shares(weights, self.runner.width))
+            for groups in map(frozenset, shares(weights, self._width(weights)))
         ]
+
+    def _width(self, weights: Mapping[int, int]) -> int:
+        """How many tasks: a small batch is read sooner than another task is started."""
+        return max(1, min(self.runner.width, sum(weights.values()) // WORTH_A_TASK))
 
     def _commit(
         self, stand: Stand, done: Manifest, takings: Mapping[Partition, Taking], batch: Batch

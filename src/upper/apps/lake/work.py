@@ -106,6 +106,8 @@ class ReadStretches:
         # Whoever could not be read on does not go back either: before or after, never between.
         takings = {partition: taken for partition, taken in self.takings.items() if partition in done.places}
         self._take_back(takings, done)
+        files.sync(self.root, CHANGES, done.add)
+        files.sync(self.root, LOST, done.lost)
         return done
 
     def _write(self, held: list[pa.RecordBatch], size: int, done: Manifest) -> None:
@@ -214,11 +216,9 @@ class RefreshGroup:
         changes = ordered(pa.concat_tables([file_schema(CHANGES).empty_table(), *parts]))
         base = files.read(self.root, LATEST, self.latest)
         made = fold_group(base, changes, afresh=self.afresh)
-        return Manifest(
-            add=files.write(self.root, LATEST, made, group=self.group),
-            remove=list(self.latest),
-            rows=len(made),
-        )
+        add = files.write(self.root, LATEST, made, group=self.group)
+        files.sync(self.root, LATEST, add)
+        return Manifest(add=add, remove=list(self.latest), rows=len(made))
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,9 @@ class MergeFiles:
     def __call__(self) -> Manifest:
         settle()
         rows = files.read(self.root, self.table, self.files)
-        return Manifest(
-            add=files.write(self.root, self.table, rows, group=self.group),
-            remove=list(self.files),
-            rows=len(rows),
-        )
+        add = files.write(self.root, self.table, rows, group=self.group)
+        files.sync(self.root, self.table, add)
+        return Manifest(add=add, remove=list(self.files), rows=len(rows))
 
 
 @dataclass(frozen=True)
@@ -270,6 +268,7 @@ class TrimGroup:
                 done.rows += len(held) - len(stay)
                 done.remove.append(file)
                 done.add += files.write(self.root, CHANGES, stay, group=self.group)
+        files.sync(self.root, CHANGES, done.add)
         return done, floors
 
 
