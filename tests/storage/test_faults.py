@@ -266,6 +266,32 @@ def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
     assert contents(opened()) == before
 
 
+def test_a_compaction_in_the_background_that_fails_is_tried_again_later(opened: Open) -> None:
+    disk = Faulty("rename", errno.ENOSPC)
+    bucket = opened(StorageSettings(segment_size=1024, compact_floor=0, sweep_every=0.001), disk=disk)
+
+    async def overwrite(enough: Callable[[], bool]) -> None:
+        for n in range(1_000_000):
+            bucket.partitions[n % 4].write(b"k%d" % (n % 50), b"v" * 100)
+            await bucket.saved()
+            if enough():
+                break
+
+    async def fail_then_work() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = True
+        await overwrite(lambda: bucket.rewriter.failures > 0)
+        assert bucket.rewriter.runs == 0
+        disk.armed = False
+        bucket.rewriter.try_again()
+        await overwrite(lambda: bucket.rewriter.runs > 3)
+        bucket.close()
+
+    asyncio.run(fail_then_work())
+    assert bucket.rewriter.failures == 1
+    assert [len(held) for held in contents(opened())] == [len(store.items) for store in bucket.partitions]
+
+
 @pytest.mark.parametrize("call", ["write", "fdatasync", "rename"])
 def test_a_rollback_that_fails_has_not_happened(opened: Open, call: str) -> None:
     disk = Faulty(call)

@@ -26,6 +26,7 @@ MAX_OFFSET: Final = (1 << OFFSET_BITS) - 1
 _SLOT_SHIFT: Final = LENGTH_BITS + OFFSET_BITS
 _SLOT_MASK: Final = (1 << 20) - 1
 SEQNO_SHIFT: Final = 80
+_opening = Lock()
 
 
 def length_at(location: int) -> int:
@@ -51,7 +52,12 @@ class File:
 
     def read(self, offset: int, size: int) -> bytes:
         if self.fd < 0:
-            self.fd = self._disk.open(self.path, os.O_RDONLY)
+            fd = self._disk.open(self.path, os.O_RDONLY)
+            with _opening:  # the loop and the rewriter may both come first
+                if self.fd < 0:
+                    self.fd, fd = fd, -1
+            if fd >= 0:
+                self._disk.close(fd)
         return self._disk.pread(self.fd, size, offset)
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ PACK_PARTITIONS = 256
 FIRST = 0.42  # past `compact_at`: what is in no file yet goes into one, though there is no waste yet
 URGENT = 0.55  # past it: the rewriter takes all of its time
 FULL = 0.6  # past it: batches wait while partitions are being rewritten
+RETRY = 5.0  # seconds after which a rewriting that failed is tried again
 
 
 class Rewriter:
@@ -52,10 +53,10 @@ class Rewriter:
         self._packs: list[compact.Pack] = []
         self._closed = False
         self._urgent = self._full = False
-        self._rest_until = 0.0
+        self._rest_until = self._retry_at = 0.0
         self._files = 0  # bytes of all partition files
         self.rewritten = 0  # bytes, since the bucket was opened
-        self.runs = 0
+        self.runs = self.failures = 0
 
     def saw(self, number: int) -> None:
         """A file of this number exists: the next one is higher."""
@@ -107,6 +108,10 @@ class Rewriter:
             self._measure()
             self._consider()
 
+    def try_again(self) -> None:
+        """After a failure: there is room now, do not wait any longer."""
+        self._retry_at = 0.0
+
     def _measure(self) -> bool:
         """Is rewriting due? How urgent is it?"""
         live, settings = self._bucket.live, self._bucket.settings
@@ -135,7 +140,7 @@ class Rewriter:
         bucket = self._bucket
         if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
             return
-        if self._measure():
+        if self._measure() and time.monotonic() >= self._retry_at:
             self.choose(self._most_wasteful())
 
     def choose(self, stores: list[PartitionStore], *, now: bool = True) -> None:
@@ -178,7 +183,9 @@ class Rewriter:
 
     @property
     def _pack_limit(self) -> int:
-        return min(PACK_BYTES, max(64 << 10, int(self._bucket.live * PACK_SHARE)))
+        live = self._bucket.live
+        # Never more than some hundred files: one that values are read from is kept open.
+        return max(min(PACK_BYTES, max(64 << 10, int(live * PACK_SHARE))), live // 256)
 
     def _old_deletions(self) -> list[PartitionStore]:
         """Partitions whose deletions have been kept for long enough, by when they were last looked at."""
@@ -269,6 +276,8 @@ class Rewriter:
             for pack in packs:
                 self._discard(pack)
             self._packs = []
+            self.failures += 1
+            self._retry_at = time.monotonic() + RETRY
             self._bucket.kick()
             return
         self._step(self._adopt(packs))
