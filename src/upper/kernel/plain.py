@@ -106,14 +106,19 @@ def scan(
     numbers(seqnos)
     end, changes, slots = start, 0, len(seqnos)
     others: list[int] = []
-    for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body, dcp):
-        end = past
-        if opcode < 0:
-            others.append(at)
-            continue
-        changes += 1
-        if opaque < slots:
-            (seqnos[opaque],) = U64.unpack_from(data, at + 24)
+    last: dict[int, int] = {}  # by opaque: where its last change is, so that only that seqno is read
+    try:
+        for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body, dcp):
+            end = past
+            if opcode < 0:
+                others.append(at)
+            else:
+                changes += 1
+                last[opaque] = at
+    finally:
+        for opaque, at in last.items():
+            if opaque < slots:
+                (seqnos[opaque],) = U64.unpack_from(data, at + 24)
     return end, changes, others
 
 
