@@ -48,7 +48,7 @@ def silent(peer: Peer, *, seconds: float = 0.3) -> list[Message]:
 
 
 def ask(peer: Peer, opcode: int, key: bytes = b"", *, opaque: int, value: bytes = b"") -> None:
-    extras = bytes(8) if opcode == Opcode.SET else b""
+    extras = bytes(8) if opcode in (Opcode.SET, Opcode.SETQ) else b""
     peer.send(Request(opcode=opcode, key=key, value=value, extras=extras, opaque=opaque))
 
 
@@ -67,6 +67,19 @@ def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(runn
         assert writer.wait_for(Response, 1).status == 0
         assert reader.wait_for(Response, 2).value == b"v"
         assert reader.wait_for(Response, 3).value == b"v"
+
+
+def test_a_noop_speaks_for_the_quiet_writes_before_it(running: Running) -> None:
+    with running.peer() as writer, running.peer() as other:
+        running.disk.hold()
+        ask(writer, Opcode.SETQ, b"k", opaque=1, value=b"v")
+        assert running.disk.waiting.wait(10)
+        ask(writer, Opcode.NOOP, opaque=2)  # arrives by itself, when the write has long been read
+        ask(other, Opcode.NOOP, opaque=3)
+        assert other.wait_for(Response, 3).status == 0
+        assert silent(writer) == []
+        running.disk.free.set()
+        assert writer.wait_for(Response, 2).status == 0
 
 
 def test_commands_that_the_kernel_leaves_to_the_table_wait_too(running: Running) -> None:

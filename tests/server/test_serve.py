@@ -15,7 +15,7 @@ import pytest
 from tests.nodes import Node
 from tests.server.talk import Peer
 from upper.cli.serve import size
-from upper.model.messages import Mutation
+from upper.model.messages import Mutation, Request
 from upper.server import commands, reference, stats
 from upper.server.settings import BadSettings
 from upper.server.table import TABLE
@@ -213,3 +213,13 @@ def test_when_the_disk_refuses_nobody_is_told_that_it_worked_and_reads_go_on(tmp
     with again.start() as node, Peer(node, None) as peer:
         assert peer.stats()["curr_items"] == "5"
         assert peer.set(b"later", b"v").status == 0
+
+
+def test_a_quiet_write_that_the_disk_refuses_closes_the_connection_for_it_cannot_say_so(
+    tmp_path: Path,
+) -> None:
+    node = Node(tmp_path / "data", partitions=4, file_limit=600_000).start()
+    with node, Peer(node, None) as quiet, Peer(node, None) as other:
+        quiet.send(Request(opcode=Opcode.SETQ, key=b"large", value=bytes(700_000), extras=bytes(8)))
+        assert quiet.rest() == []
+        assert other.get(b"large").status == Status.KEY_NOT_FOUND

@@ -28,10 +28,10 @@ from upper.errors import (
     InvalidArguments,
     NotAllowed,
     NotMyPartition,
-    TemporaryFailure,
     UnknownOpcode,
     UpperError,
 )
+from upper.server.answers import failures, packed, refusal
 from upper.server.auth import Role, Scram, User
 from upper.server.desk import Desk, is_stream_packet
 from upper.server.listen import without_delay
@@ -80,6 +80,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._have = self._need = 0
         self._held: deque[tuple[int, bytearray]] = deque()
+        self._due = 0  # the batch that the last write of this peer is in
         self._held_bytes = 0
         self._busy: asyncio.Task[None] | None = None
         self._reading = True
@@ -99,7 +100,7 @@ class Connection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=self.node.settings.streams.buffer)
         refusal = self.node.admit(self)
         if refusal is not None:
-            self.end(self._packed(Reply(Status.BUSY, value=refusal.encode()), opcode=Opcode.NOOP, opaque=0))
+            self.end(packed(Reply(Status.BUSY, value=refusal.encode()), opcode=Opcode.NOOP, opaque=0))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
@@ -217,7 +218,7 @@ class Connection(asyncio.Protocol):
         row = TABLE.get(head.opcode)
         if row is None:
             unknown = UnknownOpcode(f"there is no command 0x{head.opcode:02x} here")
-            out += self._packed(_refusal(unknown), opcode=head.opcode, opaque=head.opaque)
+            out += packed(refusal(unknown), opcode=head.opcode, opaque=head.opaque)
             self.node.counters.protocol_errors += 1
             return False
         started = time.perf_counter()
@@ -228,7 +229,7 @@ class Connection(asyncio.Protocol):
             result = Reply(error.status, value=self.node.cluster_map())
             self.node.counters.not_my_partition += 1
         except UpperError as error:
-            result = _refusal(error)
+            result = refusal(error)
         if isinstance(result, Reply):
             self._reply(result, head, row, out)
         elif isinstance(result, list):
@@ -283,7 +284,7 @@ class Connection(asyncio.Protocol):
         try:
             reply = await awaited
         except UpperError as error:
-            reply = _refusal(error)
+            reply = refusal(error)
         out = bytearray()
         self._reply(reply, head, row, out)
         self._busy = None
@@ -297,19 +298,7 @@ class Connection(asyncio.Protocol):
                 return
             case Quiet.MISS if reply.status == Status.KEY_NOT_FOUND:
                 return
-        out += self._packed(reply, opcode=head.opcode, opaque=head.opaque)
-
-    def packed(self, status: int, value: bytes, *, opcode: int, opaque: int) -> bytes:
-        """A response that only says how it went."""
-        return self._packed(Reply(status, value=value), opcode=opcode, opaque=opaque)
-
-    def _packed(self, reply: Reply, *, opcode: int, opaque: int) -> bytes:
-        body = len(reply.extras) + len(reply.key) + len(reply.value)
-        extras, key = len(reply.extras), len(reply.key)
-        head = HEADER.pack(
-            RESPONSE, opcode, key, extras, reply.data_type, reply.status, body, opaque, reply.cas
-        )
-        return b"".join((head, reply.extras, reply.key, reply.value))
+        out += packed(reply, opcode=head.opcode, opaque=head.opaque)
 
     def _stream_packet(self, head: Header, packet: bytes) -> None:
         self.requests += 1
@@ -324,9 +313,14 @@ class Connection(asyncio.Protocol):
         bucket = self.node.bucket
         if bucket.pending:
             bucket.kick()
+        if waits:
+            # Also for what comes later: a quiet write says nothing, and a NOOP behind it speaks for both.
+            self._due = self.node.due
+            if not out and self._due > self.node.committed:
+                self.node.waiting[self.number] = self
         if not out:
             return
-        due = self.node.due if waits else 0
+        due = self._due
         if due <= self.node.committed and not self._held:
             if self.desk is not None:
                 self.desk.flush()  # what was asked before this is answered before it
@@ -347,10 +341,10 @@ class Connection(asyncio.Protocol):
         while held and held[0][0] <= done:
             ready += held.popleft()[1]
         self._held_bytes -= len(ready)
-        if failed is not None and ready:
+        if failed is not None and (ready or self._due == done):
             # Some of these say that a change is safe. It is not, and a quiet one may be among them that says
             # nothing: the peer is told of the failure for each, and must find out by itself what is true.
-            self.end(_failed(bytes(ready), failed))
+            self.end(failures(bytes(ready), failed))
         elif ready:
             self.send(ready)
         self._leave_if_answered()
@@ -410,7 +404,7 @@ class Connection(asyncio.Protocol):
         if len(data) - at >= HEADER_SIZE and not isinstance(error, BadMagic):
             head = Header._make(HEADER.unpack_from(data, at))
             if head.magic == REQUEST:
-                last = self._packed(_refusal(error), opcode=head.opcode, opaque=head.opaque)
+                last = packed(refusal(error), opcode=head.opcode, opaque=head.opaque)
         self.end(last)
 
     # ── What this peer may do ─────────────────────────────────────────────────────────────────────
@@ -501,19 +495,3 @@ class Connection(asyncio.Protocol):
         if not self._reading and self._may_read:
             self._reading = True
             self._transport.resume_reading()
-
-
-def _refusal(error: UpperError) -> Reply:
-    return Reply(error.status, value=str(error).encode())
-
-
-def _failed(answers: bytes, why: BaseException) -> bytes:
-    """The same answers, each turned into "temporary failure"."""
-    sentence = str(TemporaryFailure(f"the change could not be stored ({why}); try again")).encode()
-    out, at = bytearray(), 0
-    while at < len(answers):
-        head = Header._make(HEADER.unpack_from(answers, at))
-        status = TemporaryFailure.status
-        out += HEADER.pack(RESPONSE, head.opcode, 0, 0, 0, status, len(sentence), head.opaque, 0) + sentence
-        at += head.size
-    return bytes(out)

@@ -42,11 +42,13 @@ from upper.model.messages import (
     TapConnect,
 )
 from upper.model.values import Partition, Seqno, State
+from upper.server.answers import packed
 from upper.server.auth import Role
 from upper.server.controls import Controls
 from upper.server.sender import Sender
 from upper.server.speech import IN_UPR, IN_UPR0, Speech
 from upper.server.streams import Stream
+from upper.server.table import Reply
 from upper.server.tap import TapDesk
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
@@ -232,7 +234,7 @@ class Desk(Sender):
         if head.magic != REQUEST:
             return
         if self.dialect is not UPR0 or head.opcode != 0x01:
-            self.say(self.connection.packed(error.status, value, opcode=head.opcode, opaque=head.opaque))
+            self.say(packed(Reply(error.status, value=value), opcode=head.opcode, opaque=head.opaque))
             return
         value = b"" if isinstance(error, NotMyPartition) else value
         refusal = Refusal(
