@@ -25,8 +25,9 @@ from upper.apps.lake.replay import ordered
 from upper.apps.lake.schema import BATCH, GROUP, file_schema
 
 ROWS_A_FILE = 4_000_000
-# Where the files of a table are worth skipping by.
+# What the files of a table are worth skipping by.
 MEASURED = ("partition", "seqno", BATCH)
+REPEATING = ("operation", "partition", "branch", BATCH, "revision", "flags", "expiration", "lock_time", "why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,10 @@ def _write(root: Path, table: str, rows: pa.Table, *, group: int) -> DataFile:
         path,
         compression="zstd",
         compression_level=1,
-        # Keys and values hardly repeat: a dictionary of them is built, found useless and thrown away.
-        use_dictionary=[
-            name for name in ("operation", "partition", "branch", BATCH) if name in rows.column_names
-        ],
+        # Keys, values and seqnos hardly repeat: a dictionary of them is built, found useless and thrown away.
+        use_dictionary=[name for name in REPEATING if name in rows.column_names],
+        # Nobody looks for the smallest value or the largest CAS.
+        write_statistics=[name for name in (*MEASURED, "key", "changed_at") if name in rows.column_names],
         row_group_size=256 * 1024,
     )
     measured = [name for name in MEASURED if name in rows.column_names]

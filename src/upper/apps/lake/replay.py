@@ -68,7 +68,10 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
     newest = indexed.group_by("key").aggregate([("at", "max")])["at_max"]
     if len(newest) < len(changes):
         changes = changes.take(pa.array(np.sort(newest.to_numpy())))
-    live = changes.filter(pc.equal(changes["operation"], MUTATION)).select(file_schema(LATEST).names)
+    is_live = pc.equal(changes["operation"], MUTATION)
+    live = changes.select(file_schema(LATEST).names)
+    if not pc.all(is_live).as_py():
+        live = live.filter(is_live)
     if not len(base):
         return live
     touched = pc.is_in(base["key"], value_set=changes["key"].combine_chunks())

@@ -209,6 +209,9 @@ class RefreshGroup:
         parts = []
         for file in self.changes:
             rows = files.read(self.root, CHANGES, [file])
+            if file.low[BATCH] > self.after:
+                parts.append(rows)
+                continue
             fresh = pc.greater(rows[BATCH], self.after)
             if self.afresh:
                 fresh = pc.or_(fresh, pc.is_in(rows["partition"], pa.array(self.afresh, pa.int32())))
