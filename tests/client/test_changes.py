@@ -453,3 +453,24 @@ def test_events_say_what_the_tables_of_the_wire_say(bucket: Bucket) -> None:
                     got.append(item)
         assert got == [event_of(message, lane) for message in said[1:]]
         assert frames.take_streamed() == len(data)
+
+
+def test_a_handler_that_fails_changes_nothing_and_is_asked_again(node: Node, tmp_path: Path) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    with upper.connect(node.url) as bucket:
+        bucket.set_many((f"k{n}", "1") for n in range(50))
+        list(bucket.changes(since=checkpoint, until="now"))
+        before = checkpoint.load()
+        bucket.promote(1, to=0)
+
+        def fail(rollback: upper.Rollback) -> None:
+            raise LookupError(f"cannot go back to {rollback.to}")
+
+        for _ in range(2):
+            feed = bucket.changes(since=checkpoint, until="now", on_rollback=fail)
+            with pytest.raises(LookupError, match="cannot go back to 0"):
+                list(feed)
+            assert list(feed) == [], "it is closed"
+            assert checkpoint.load() == before
+        events = list(bucket.changes(since=checkpoint, until="now", on_rollback="continue"))
+        assert [event.operation for event in events] == ["rollback"]

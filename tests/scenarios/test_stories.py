@@ -156,6 +156,30 @@ def test_an_end_is_reached_under_constant_writing_and_is_consistent() -> None:
         assert lane.stream.seqno == lane.stream.consistent_at
 
 
+@pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 60, 20)])
+def test_an_end_is_reached_through_cuts_and_failovers_and_is_consistent(seeds: range) -> None:
+    for seed in seeds:
+        world = World(seed, partitions=2, node_count=1, keys=40)
+        for _ in range(80):
+            world.write()
+        until = {p: Seqno(shard.high) for p, shard in world.shards.items()}
+        consumer = Consumer(world, Memory(), until=until, columns=seed % 2 == 0)
+        for _ in range(40):
+            world.write()
+            world.run(0.01)
+            if world.random.random() < 0.5:
+                world.cut_one()
+            if world.random.random() < 0.05:
+                world.fail_over(P0, lose=2)
+        world.run(30)
+        assert consumer.follower.done, f"seed {seed}"
+        for partition, lane in consumer.follower.lanes.items():
+            known = lane.stream
+            assert known.seqno == known.consistent_at, f"seed {seed}: partition {partition} is not consistent"
+            if not world.counts["failovers"]:
+                assert known.seqno >= until[partition]
+
+
 def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:
     world = World(5, partitions=2, node_count=1)
     consumer = Consumer(world, Memory())

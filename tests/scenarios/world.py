@@ -166,7 +166,10 @@ class Session:
             case resume.Resume():
                 self.say(StreamAccepted(opaque=request.opaque, versions=shard.log.versions))
                 whole = bool(request.flags & StreamFlag.WHOLE_SNAPSHOTS)
-                stream = Stream(shard, self, request.opaque, request.start, request.end, whole, request.start)
+                end = request.end
+                if request.flags & StreamFlag.UNTIL_NOW:
+                    end = min(end, max(shard.high, request.start))
+                stream = Stream(shard, self, request.opaque, request.start, end, whole, request.start)
                 shard.streams.append(stream)
                 self.streams.append(stream)
                 self.say(StreamStart(partition=shard.id, opaque=request.opaque))

@@ -27,7 +27,7 @@ from upper.client.reader import Reader, Typed
 from upper.client.routes import Routes
 from upper.client.sockets import Access, tls_context
 from upper.client.url import Address, Node
-from upper.errors import RemoteProtocolError, TimedOut, Unreachable, UpperError
+from upper.errors import Busy, RemoteProtocolError, TemporaryFailure, TimedOut, Unreachable, UpperError
 from upper.model.values import FailoverLog, Partition, Seqno
 from upper.wire.codes import Opcode
 
@@ -421,11 +421,16 @@ class Feed(Generic[T]):
 
     async def _roll_back(self, event: Rollback) -> T:
         handler = self._wanted.on_rollback
-        if self._reader.handler_due(event) and callable(handler):
-            to: object | Awaitable[object] = handler(event)
-            if isawaitable(to):
-                to = await to
-            return self._reader.handled(event, to)  # type: ignore[no-any-return]
+        try:
+            if self._reader.handler_due(event) and callable(handler):
+                to: object | Awaitable[object] = handler(event)
+                if isawaitable(to):
+                    to = await to
+                return self._reader.handled(event, to)  # type: ignore[no-any-return]
+        except BaseException:
+            # Nobody went back, so nobody can go on: whoever starts again is told again.
+            await self.aclose()
+            raise
         return self._reader.seen(event)  # type: ignore[no-any-return]
 
     async def _turn(self) -> None:
@@ -457,7 +462,7 @@ class Feed(Generic[T]):
         try:
             async with asyncio.timeout(CONNECT):
                 self._pipes[node] = await open_pipe(self._home.access, node)
-        except (Unreachable, TimeoutError) as error:
+        except (Unreachable, Busy, TemporaryFailure, TimeoutError) as error:
             follower.failed(node, time.monotonic(), error)
         else:
             follower.opened(node, time.monotonic())

@@ -23,7 +23,7 @@ from upper.client.reader import Reader
 from upper.client.routes import Routes
 from upper.client.sockets import Access, Line, open_socket
 from upper.client.url import Node
-from upper.errors import TimedOut, Unreachable
+from upper.errors import Busy, TemporaryFailure, TimedOut, Unreachable
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes asked of a socket at once
@@ -146,8 +146,14 @@ class Feed(Generic[T]):
 
     def _roll_back(self, event: Rollback) -> T:
         handler = self._reader.wanted.on_rollback
-        if self._reader.handler_due(event) and callable(handler):
-            return self._reader.handled(event, handler(event))
+        try:
+            if self._reader.handler_due(event) and callable(handler):
+                return self._reader.handled(event, handler(event))
+        except BaseException:
+            # Nobody went back, so nobody can go on: whoever starts again is told again.
+            self._inside = None
+            self.close()
+            raise
         return self._reader.seen(event)
 
     def _turn(self) -> None:
@@ -175,7 +181,7 @@ class Feed(Generic[T]):
     def _open(self, node: Node) -> None:
         try:
             connection = open_socket(self._home.access, node, time.monotonic() + CONNECT)
-        except Unreachable as error:
+        except (Unreachable, Busy, TemporaryFailure) as error:
             self._follower.failed(node, time.monotonic(), error)
             return
         self._lines[node] = Line(node, connection)

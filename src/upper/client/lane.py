@@ -85,6 +85,7 @@ class Lane:
         self._asked = Position.at(self.stream.branch, ZERO)
         self._told: Seqno | None = None  # a rollback that the producer wants, until it has been dealt with
         self._next: Ask | None = None
+        self._settling = False  # the stream is asked for only to end the snapshot that we are inside of
 
     @property
     def known(self) -> Known:
@@ -183,12 +184,20 @@ class Lane:
         self.stage = Stage.ASKING
         self._asked = position = ask.position
         started = next((v.seqno for v in self.stream.trail.log or () if v.branch == position.branch), ZERO)
+        flags = StreamFlag.NONE if self._log_apart else self._flags | StreamFlag.SEND_LOG
+        end = NO_END if self.until is None else max(self.until, position.seqno)
+        # Cut off inside the last snapshot, past where we wanted to get: what is missing to be consistent is
+        # whatever there is by now, be it nothing.
+        inside = position.seqno != self.stream.consistent_at
+        self._settling = inside and end == position.seqno and bool(flags & StreamFlag.WHOLE_SNAPSHOTS)
+        if self._settling:
+            flags, end = flags | StreamFlag.UNTIL_NOW, NO_END
         request = StreamRequest(
             partition=self.partition,
             opaque=self.partition,
-            flags=StreamFlag.NONE if self._log_apart else self._flags | StreamFlag.SEND_LOG,
+            flags=flags,
             start=position.seqno,
-            end=NO_END if self.until is None else max(self.until, position.seqno),
+            end=end,
             branch=position.branch,
             high_seqno=started,
             name=self._name,
@@ -232,6 +241,9 @@ class Lane:
         if reason == EndReason.OK and self.until is not None:
             self.stage = Stage.DONE
             stream = self.stream
+            if self._settling and stream.seqno != stream.consistent_at:
+                stream.trail.reached(stream.seqno)
+                return [self._snapshot_end(stream.seqno)]
             if self.filtered and stream.consistent_at == stream.seqno < self.until:
                 # What lay between was filtered out: having heard of all of it is having seen it.
                 stream.trail.reached(self.until)

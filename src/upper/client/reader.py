@@ -100,7 +100,6 @@ class Reader(Generic[T]):
 
     def handler_due(self, event: Rollback) -> bool:
         """Whether a callback must deal with this rollback before the application sees it."""
-        self._going_back = event
         if callable(self.wanted.on_rollback):
             return True
         if self.wanted.on_rollback is None and self.wanted.has_state:
@@ -125,11 +124,11 @@ class Reader(Generic[T]):
             event = replace(event, to=Seqno(to), lost=(Seqno(to), event.lost[1]))
         else:
             self.follower.went_back(event.partition)
-        self._going_back = None
         return self._decoder.row(event)
 
     def seen(self, event: Rollback) -> T:
         """Without a callback the application goes back when it sees the item, before it asks on."""
+        self._going_back = event
         return self._decoder.row(event)
 
     # ── Acknowledging and saving ──────────────────────────────────────────────────────────────────
