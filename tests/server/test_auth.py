@@ -22,7 +22,7 @@ from tests.nodes import Node
 from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.errors import AuthenticationFailed
-from upper.model.messages import Refusal, Response, SeqnosAnswer, SeqnosRequest
+from upper.model.messages import Refusal, Request, Response, SeqnosAnswer, SeqnosRequest
 from upper.server.auth import (
     HASHES,
     BadUsersFile,
@@ -117,6 +117,17 @@ def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mec
         assert login(peer, "nobody", "w-secret") == Status.AUTHENTICATION_FAILED
         assert login(peer, "writer", "w-secret") == 0
         assert peer.set(b"k", b"v").status == 0
+
+
+def test_what_is_sent_behind_a_login_is_answered_behind_it(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        secret = b"\0writer\0" + PASSWORDS["writer"].encode()
+        peer.session.send(Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=secret, opaque=1))
+        peer.session.send(Request(opcode=Opcode.SET, key=b"k", value=b"v", extras=bytes(8), opaque=2))
+        peer.session.send(Request(opcode=Opcode.NOOP, opaque=3))
+        peer.socket.sendall(peer.session.take_output())
+        seen = peer.until(lambda message: getattr(message, "opaque", 0) == 3)
+        assert [(m.opaque, m.status) for m in seen if isinstance(m, Response)] == [(1, 0), (2, 0), (3, 0)]
 
 
 def test_a_failed_login_takes_back_the_one_before(guarded: Node) -> None:

@@ -154,6 +154,16 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
         assert changes == [(b"a", 2), (b"b", 3), Flush, (b"c", 5)]
 
 
+def test_a_client_that_has_said_everything_still_hears_the_answer(running: Running) -> None:
+    with running.peer() as peer:
+        running.disk.hold()
+        ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")
+        peer.socket.shutdown(socket.SHUT_WR)
+        assert running.disk.waiting.wait(10)
+        running.disk.free.set()
+        assert [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)] == [(1, 0)]
+
+
 def test_a_client_that_goes_away_with_answers_held_leaves_nothing_behind(running: Running) -> None:
     with running.peer() as other:
         running.disk.hold()

@@ -230,7 +230,7 @@ def test_fuzzed_over_the_socket_it_answers_or_closes_and_serves_others(tmp_path:
     chance = random.Random(seed)
     rounds = served = 0
     with Node(tmp_path / "data").start() as node, Peer(node, None) as witness:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + float(os.environ.get("UPPER_FUZZ_SECONDS", "20"))
         while time.monotonic() < deadline:
             with node.connect() as connection, contextlib.suppress(ConnectionError, TimeoutError):
                 connection.settimeout(0.02)

@@ -114,7 +114,10 @@ class Connection(asyncio.Protocol):
         self.node.forget(self)
 
     def eof_received(self) -> bool:
-        return False
+        """The peer says no more. What it still has coming is sent; then the connection closes."""
+        if (self._held or self._busy is not None) and self._transport and self._transport.can_write_eof():
+            self._leaving = True
+        return self._leaving
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -185,6 +188,7 @@ class Connection(asyncio.Protocol):
                     waits |= self._command(head, data, at, out)
                 at += head.size
                 if self._ending or self._leaving or self._busy is not None:
+                    self._need = 0  # whatever is left is looked at when this is done
                     break
         except UpperError as error:
             self._answer(out, waits)

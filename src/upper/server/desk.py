@@ -18,7 +18,6 @@ from upper.errors import (
     NotSupported,
     OutOfRange,
     ProtocolError,
-    UnknownOpcode,
     UpperError,
 )
 from upper.history import resume
@@ -53,7 +52,7 @@ from upper.server.tap import TapDesk
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.packet import REQUEST, Header
-from upper.wire.session import error_answer, family, select
+from upper.wire.session import Session, error_answer, family
 from upper.wire.table import Dialect
 from upper.wire.tap import TAP
 from upper.wire.upr import UPR
@@ -87,9 +86,8 @@ class Desk(Sender):
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
         self.controls: Controls = Controls()
-        self.dialect: Dialect | None = None
-        self.speech: Speech = IN_UPR
         self.tap: TapDesk | None = None
+        self._session = Session(Side.SERVER)
         self._asked = self.node.now()  # when we last asked whether the peer is there
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
@@ -101,15 +99,11 @@ class Desk(Sender):
                 raise NotAllowed("streams need a login; authenticate with SASL first")
             if Role.STREAM not in self.connection.roles:
                 raise NotAllowed("streams need the role stream; ask an administrator")
-            dialect = select(self.dialect, head)
-            if dialect is None:
-                raise UnknownOpcode(f"there is no command 0x{head.opcode:02x}", at=1)
-            if dialect is DCP:
+            if self.dialect is None and family(head) is DCP:
                 raise NotSupported(
                     "DCP is not spoken here yet; open streams with UPR (0x50, 40 bytes of extras)"
                 )
-            self._choose(dialect)
-            self._handle(dialect.row(head, by=Side.CLIENT).read(head, packet))
+            self._handle(self._session.read(head, packet))
         except ProtocolError as error:
             self.node.counters.protocol_errors += 1
             self.say(error_answer(error, head, self.dialect))
@@ -119,12 +113,14 @@ class Desk(Sender):
         except UpperError as error:
             self._refuse(head, error, str(error).encode(errors="replace"))
 
-    def _choose(self, dialect: Dialect) -> None:
-        if self.dialect is None:
-            self.dialect = dialect
-            self.speech = IN_UPR0 if dialect is UPR0 else IN_UPR
-            if dialect is TAP:
-                self.tap = TapDesk(self.connection)
+    @property
+    def dialect(self) -> Dialect | None:
+        """What this connection's streams speak, once the first packet has said it."""
+        return self._session.dialect
+
+    @property
+    def speech(self) -> Speech:
+        return IN_UPR0 if self.dialect is UPR0 else IN_UPR
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -145,7 +141,9 @@ class Desk(Sender):
             case BufferAck():
                 if self.window.acknowledged(message.size):
                     self._schedule()
-            case TapConnect() | Acknowledged() | Refusal() if self.tap is not None:
+            case TapConnect() | Acknowledged() | Refusal() if self.dialect is TAP:
+                if self.tap is None:
+                    self.tap = TapDesk(self.connection)
                 self.tap.receive(message)
             case Acknowledged():
                 pass  # to a NOOP of ours: that it came is what counts

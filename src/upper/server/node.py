@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from upper import kernel
-from upper.errors import Busy, NotMyPartition
+from upper.errors import Busy, NotMyPartition, StorageError
 from upper.model.messages import EndReason
 from upper.model.values import BranchId, Partition, Seqno, State
 from upper.server import commands
@@ -120,8 +120,11 @@ class Node:
             server.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        if self.bucket.failed is None:
-            self.bucket.commit()
+        try:
+            if self.bucket.failed is None:
+                self.bucket.commit()
+        except StorageError as error:
+            log.error("stopping: the last batch was refused, %s", error)
         for connection in tuple(self.connections.values()):
             if connection.desk is not None:
                 connection.desk.stop_all(EndReason.SHUTTING_DOWN)
