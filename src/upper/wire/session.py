@@ -139,16 +139,18 @@ class Session:
         if len(self._input) < end:
             return None
         try:
-            if self.side is Side.SERVER:
-                self.dialect = select(self.dialect, head)
-            spoken = self.dialect or KV
-            row = spoken.row(head, by=self.side.other)
-            return row.read(head, bytes(self._input[at:end])), end
+            return self.read(head, bytes(self._input[at:end])), end
         except RemoteProtocolError as error:
             if self.side is Side.CLIENT:
                 raise
             answer = error_answer(error, head, self.dialect)
             return Unreadable(opcode=head.opcode, opaque=head.opaque, error=error, refusal=answer), end
+
+    def read(self, head: Header, packet: bytes) -> Message:
+        """One whole packet, for a driver that cuts packets apart itself because most never come here."""
+        if self.side is Side.SERVER:
+            self.dialect = select(self.dialect, head)
+        return (self.dialect or KV).row(head, by=self.side.other).read(head, packet)
 
     def finish(self) -> None:
         """The peer has closed its side: raises if that was in the middle of a packet."""
