@@ -198,7 +198,7 @@ class Wire:
     def _fly(self, way: str, data: bytes, then: Callable[[bytes], None]) -> None:
         random, at = self.world.random, 0
         while at < len(data):
-            size = random.choice((1, 24, 100, 1 << 20))
+            size = random.choice(self.world.pieces)
             piece = data[at : at + size]
             at += size
             arrival = max(self._arrival[way], self.world.now + random.random() * 0.01)
@@ -226,6 +226,7 @@ class World:
     partitions: int = 4
     node_count: int = 2
     keys: int = 6
+    pieces: tuple[int, ...] = (1, 24, 100, 1 << 20)  # bytes that arrive together
     random: Random = field(init=False)
     now: float = 0.0
 
