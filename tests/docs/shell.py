@@ -108,6 +108,8 @@ class Shell:
         if self._interpreter is not None:
             assert self._interpreter.stdin is not None
             self._interpreter.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._interpreter.wait(20.0)
             self._interpreter.kill()
             self._interpreter.wait()
         os.close(self._script)
