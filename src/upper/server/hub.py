@@ -63,18 +63,22 @@ class Batch:
             int, tuple[int, int]
         ] = {}  # by partition: items and bytes that streams in step got
         self._blobs: dict[int, bytes] = {}  # by slot: partition and opaque
-        self._spoken: dict[Choir, bytes] = {}
+        self._spoken: dict[Choir, tuple[bytes, int]] = {}
 
-    def spoken(self, choir: Choir) -> bytes:
-        """The commit as bytes for a connection with these streams in step; made once for all of them."""
+    def spoken(self, choir: Choir) -> tuple[bytes, int]:
+        """The commit for a connection with these streams in step, as bytes, and how many changes that is.
+
+        Made once for all of them.
+        """
         made = self._spoken.get(choir)
         if made is None:
-            parts, slots, blobs = [], choir.slots, self._blobs
+            parts, items, slots, blobs = [], 0, choir.slots, self._blobs
             for partition, records in self.groups.items():
                 slot = slots.get(partition)
                 if slot is not None:
                     parts.append(blobs.get(slot) or self._blob(slot, partition, records))
-            made = self._spoken[choir] = b"".join(parts)
+                    items += self.counted[partition][0]
+            made = self._spoken[choir] = (b"".join(parts), items)
         return made
 
     def _blob(self, slot: int, partition: int, records: list[bytes]) -> bytes:

@@ -55,7 +55,7 @@ class Sender(Follower):
         self.window: FlowWindow = FlowWindow()
         self.streams: dict[int, Stream] = {}  # by opaque
         self.partitions: dict[int, Stream] = {}
-        self.items = self.bytes = 0  # of streams that have ended
+        self.items = self.bytes = 0  # sent, by all streams that there are and were
         self._step: dict[int, Stream] = {}  # by partition: live, plain, fed by their lines
         self._choir: Choir | None = None  # the streams in step; None when that has to be found out again
         self._apart: dict[int, Stream] = {}  # by partition: live, but not the same bytes as for others
@@ -81,9 +81,9 @@ class Sender(Follower):
         if self._step:
             if self._choir is None:
                 self._choir = self.node.hub.choir(frozenset(stream.slot for stream in self._step.values()))
-            spoken = batch.spoken(self._choir)
+            spoken, items = batch.spoken(self._choir)
             if spoken:
-                self._forward(batch, spoken)
+                self._forward(batch, spoken, items)
         if self._apart:
             for partition in batch.groups.keys() & self._apart.keys():
                 line = batch.lines[partition]
@@ -91,9 +91,11 @@ class Sender(Follower):
                 last = seqno_of(records[-1])
                 self.hear(self._apart[partition], [Run(line.reached + 1, last, records)])
 
-    def _forward(self, batch: Batch, spoken: bytes) -> None:
+    def _forward(self, batch: Batch, spoken: bytes, items: int) -> None:
         if self._has_room and self._fits(len(spoken)):
             self.window.sent(len(spoken))
+            self.items += items
+            self.bytes += len(spoken)
             if self._out:
                 self.flush()
             self.connection.send(spoken)
@@ -196,8 +198,6 @@ class Sender(Follower):
 
     def _forget(self, stream: Stream) -> None:
         stream.drop()
-        self.items += stream.items
-        self.bytes += stream.bytes
         self.streams.pop(stream.opaque, None)
         self._leave_step(stream)
         self.partitions.pop(stream.partition, None)
@@ -384,6 +384,8 @@ class Sender(Follower):
     def _put(self, stream: Stream, data: bytes, *, items: int = 0) -> None:
         """Bytes of a stream, in order, counted."""
         stream.count(items, len(data))
+        self.items += items
+        self.bytes += len(data)
         self.window.sent(len(data))
         self._out.append(data)
         self._schedule()

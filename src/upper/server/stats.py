@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from upper import kernel
 from upper.errors import KeyNotFound
+from upper.history.producing import Sending
 from upper.model.values import State
 from upper.server.desk import Desk
 from upper.version import VERSION
@@ -74,14 +75,14 @@ def _open_connections(node: Node, name: str) -> int:
 
 
 def _streams(node: Node, name: str) -> int:
-    """Of streams that have ended on open connections, and of those that are open."""
+    """Sent by all streams, open or ended, of the connections that are open."""
     total = 0
     for connection in node.connections.values():
         if connection.desk is not None:
             total += int(getattr(connection.desk, name))
             if connection.desk.tap is not None:
                 total += int(getattr(connection.desk.tap.session, name))
-    return total + sum(int(getattr(stream, name)) for stream, _ in node.hub.streams())
+    return total
 
 
 def _sum(name: str) -> Callable[[Node], Value]:
@@ -214,13 +215,17 @@ class StreamField:
     of_desk: Callable[[Connection, Desk], Value]
 
 
-def _each(desk: Desk) -> list[Stream]:
-    return list(desk.streams.values())
+def _alone(desk: Desk) -> list[Stream]:
+    """The streams that are not in step. Thousands may be, and those stand where their lines do."""
+    return [stream for stream in desk.streams.values() if not stream.in_step]
 
 
 def _states(desk: Desk) -> str:
+    alone = _alone(desk)
     counted: dict[str, int] = {}
-    for stream in _each(desk):
+    if len(desk.streams) > len(alone):
+        counted[Sending.LIVE] = len(desk.streams) - len(alone)
+    for stream in alone:
         counted[stream.phase] = counted.get(stream.phase, 0) + 1
     if desk.tap is not None and desk.tap.open:
         counted["tap"] = 1
@@ -236,14 +241,14 @@ def named(connection: Connection, desk: Desk) -> str:
     if desk.tap is not None:
         return desk.tap.session.name
     return desk.controls.name or next(
-        (stream.name for stream in _each(desk) if stream.name), connection.agent
+        (stream.name for stream in desk.streams.values() if stream.name), connection.agent
     )
 
 
 def _total(name: str) -> Callable[[Connection, Desk], Value]:
     def total(_: Connection, desk: Desk) -> int:
         tap = 0 if desk.tap is None else int(getattr(desk.tap.session, name))
-        return int(getattr(desk, name)) + tap + sum(int(getattr(stream, name)) for stream in _each(desk))
+        return int(getattr(desk, name)) + tap
 
     return total
 
@@ -262,7 +267,7 @@ STREAMS: tuple[StreamField, ...] = (
     StreamField("state", "how many streams are in which state", lambda _, desk: _states(desk)),
     StreamField("items", "changes sent", _total("items")),
     StreamField("bytes", "sent", _total("bytes")),
-    StreamField("remaining", "seqnos still to come", lambda _, desk: sum(s.remaining for s in _each(desk))),
+    StreamField("remaining", "seqnos still to come", lambda _, desk: sum(s.remaining for s in _alone(desk))),
     StreamField("window", "bytes that may be unacknowledged, 0 = any", lambda _, desk: desk.window.size),
     StreamField("unacknowledged", "bytes", lambda _, desk: desk.window.under_way),
     StreamField("backlog", "bytes that wait in the node", lambda connection, desk: connection.backlog),
