@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.server.talk import Peer
 from upper.server.node import Node
 from upper.server.settings import ServerSettings
-from upper.storage import Bucket, Disk
+from upper.storage import Bucket, Disk, StorageSettings
 
 
 class Held(Disk):
@@ -37,16 +39,20 @@ class Held(Disk):
 class Running:
     """A node in a thread."""
 
-    def __init__(self, path: Path, settings: ServerSettings | None = None) -> None:
+    def __init__(
+        self, path: Path, settings: ServerSettings | None = None, storage: StorageSettings | None = None
+    ) -> None:
         self.settings = settings or ServerSettings(port=0)
         self.disk = Held()
-        self.bucket = Bucket.open(path, partitions=4, disk=self.disk)
+        self.ahead = 0  # nanoseconds by which the bucket's clock is ahead of the wall's
+        self.bucket = Bucket.open(path, storage, partitions=4, disk=self.disk, time_ns=self._time_ns)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     async def _main(self) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         node = Node(self.bucket, self.settings, loop)
         await node.start()
         self.port = node.port
@@ -63,6 +69,18 @@ class Running:
         self.disk.free.set()
         self._stop.set()
         self._thread.join()
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Do something in the node's own thread, as its state demands, and wait for it."""
+        assert self._loop is not None
+
+        async def carry_out() -> None:
+            work()
+
+        asyncio.run_coroutine_threadsafe(carry_out(), self._loop).result(20)
+
+    def _time_ns(self) -> int:
+        return time.time_ns() + self.ahead
 
     def peer(self) -> Peer:
         return Peer(("127.0.0.1", self.port))

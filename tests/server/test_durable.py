@@ -20,11 +20,13 @@ from upper.model.messages import (
     Mutation,
     Request,
     Response,
+    RollbackRequired,
     SeqnosAnswer,
     SeqnosRequest,
     SnapshotEnd,
     StreamStart,
 )
+from upper.storage import StorageSettings
 from upper.wire.codes import Opcode, Status
 
 
@@ -152,6 +154,27 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
             one for one in told if one not in (SnapshotEnd,) and (isinstance(one, tuple) or one is Flush)
         ]
         assert changes == [(b"a", 2), (b"b", 3), Flush, (b"c", 5)]
+
+
+def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_path: Path) -> None:
+    running = Running(tmp_path / "data", storage=StorageSettings(purge_age=60.0))
+    with running, running.peer() as peer, running.peer() as live:
+        for key in (b"a", b"b"):
+            peer.set(key, b"v")
+        branch = live.accepted(0).versions[0].branch
+        live.changes(2)
+        peer.delete(b"a")
+        peer.set(b"c", b"v")
+        assert [change.seqno for change in live.changes(2)] == [3, 4]
+        running.ahead += 100 * 10**9
+        running.call(running.bucket.compact)
+        assert running.bucket.partitions[0].purged == 3
+        answer = peer.follow(0, start=2, branch=branch)
+        assert isinstance(answer, RollbackRequired)
+        assert answer.seqno == 0
+        peer.accepted(0, start=3, branch=branch)
+        peer.set(b"d", b"v")
+        assert live.changes(1)[0].key == b"d", "who saw it follows on"
 
 
 def test_a_client_that_has_said_everything_still_hears_the_answer(running: Running) -> None:
