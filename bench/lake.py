@@ -128,6 +128,10 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
     shutil.rmtree(directory / "plain")
     yield Row(name="source through Spark's Parquet sink", value=items / sunk, unit="rows/s")
     runner = SparkRunner(session)
+    warm = sync_of(directory / "warm", running, runner)
+    warm.round()  # workers start, and import what they need
+    warm.refresh()
+    shutil.rmtree(directory / "warm")
     lake = sync_of(directory / "big", running, runner)
     began = time.perf_counter()
     lake.round()
@@ -184,6 +188,8 @@ def following(running: Node, directory: Path, *, seconds: float) -> Iterator[Row
     session = start(app="bench", master="local[2]")
     try:
         sync = sync_of(directory / "big", running, SparkRunner(session))
+        with upper.connect(running.url) as bucket:
+            bucket.set("warm", b"up")
         sync.round()
         written: list[tuple[int, int, float]] = []  # partition, seqno, when
         took: list[float] = []
