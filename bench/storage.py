@@ -5,17 +5,15 @@ a table with an index by seqno and `synchronous = FULL`; LMDB has two maps and s
 bucket is driven as a node drives it: request packets through the kernel, then a commit.
 
 Items of a 16-byte key and a 100-byte value, in 1024 partitions. All of it happens in one temporary directory
-below the working directory, because /tmp may be memory.
+on the disk of the project, because /tmp may be memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,7 +24,8 @@ from struct import pack
 
 import lmdb
 
-from bench import Row, resident, seconds
+from bench import Row, seconds
+from bench.load import scratch
 from upper import kernel
 from upper.model.values import ZERO
 from upper.storage import Bucket, StorageSettings
@@ -181,6 +180,14 @@ class Lmdb:
 Engine = Ours | Sqlite | Lmdb
 
 
+def fill(engines: list[Engine], items: int) -> None:
+    """In commits that are large, and not measured."""
+    for start in range(0, items, 20 * BATCH):
+        for engine in engines:
+            prepared = engine.prepare(range(start, min(items, start + 20 * BATCH)))
+            engine.commit(prepared)  # type: ignore[arg-type]
+
+
 def writing(engines: list[Engine], batches: int, start: int = 0) -> dict[str, float]:
     """Items a second of each, in commits of a thousand; making the batches is not counted.
 
@@ -211,23 +218,27 @@ def compared(name: str, unit: str, rates: dict[str, float], expected: str = "") 
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as name:
-        directory = Path(name)
-        yield from against_others(directory, batches=250 if quick else 1000)
+    with scratch() as directory:
+        yield from against_others(directory, *((20_000, 20) if quick else (850_000, 150)))
         yield from at_rest(directory, items=100_000 if quick else 1_000_000)
         yield from while_compacting(directory, items=50_000 if quick else 200_000)
 
 
-def against_others(directory: Path, batches: int) -> Iterator[Row]:
+def against_others(directory: Path, there: int, batches: int) -> Iterator[Row]:
+    """Commits on top of what is there already: a tree that has grown is what people have."""
     engines: list[Engine] = [Ours(directory), Sqlite(directory), Lmdb(directory)]
-    items = batches * BATCH
-    inserts = writing(engines, batches)
+    fill(engines, there)
+    items = there + batches * BATCH
+    inserts = writing(engines, batches, start=there)
     yield from compared("durable inserts, 1,000 a commit", "items/s", inserts, ">= 10x")
     overwrites = writing(engines, batches)
     yield from compared("durable overwrites, 1,000 a commit", "items/s", overwrites, ">= 10x")
-    scans = {engine.name: items / seconds(engine.scan) for engine in engines}
+    scans = {engine.name: items / seconds(engine.scan, rounds=2) for engine in engines}
     yield from compared("scan in seqno order", "items/s", scans)
-    gets = {engine.name: items / seconds(engine.get_all(range(items))) for engine in engines}
+    gets = {
+        engine.name: min(items, 200_000) / seconds(engine.get_all(range(min(items, 200_000))), rounds=2)
+        for engine in engines
+    }
     yield from compared("get", "items/s", gets)
     for engine in engines:
         engine.close()
@@ -239,44 +250,37 @@ from bench import resident
 from upper.storage import Bucket, StorageSettings
 gc.disable()
 before = resident()
-began = time.perf_counter()
+began, busy = time.perf_counter(), time.process_time()
 bucket = Bucket.open(sys.argv[1], StorageSettings(compact=False))
-took = time.perf_counter() - began
+took, busy = time.perf_counter() - began, time.process_time() - busy
 items = sum(store.count for store in bucket.partitions)
-print(took, (resident() - before) / items)
+print(took, busy, (resident() - before) / items)
 bucket.close()
 """
 
 
-def reopened(directory: Path) -> tuple[float, float]:
-    """Seconds that opening takes, and bytes of memory an item, in a process of its own."""
+def reopened(directory: Path) -> tuple[float, float, float]:
+    """Seconds that opening takes, those of them on a core, and bytes of memory an item; in a new process."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(directory)], capture_output=True, text=True, check=True
     )
-    took, memory = done.stdout.split()
-    return float(took), float(memory)
+    took, busy, memory = done.stdout.split()
+    return float(took), float(busy), float(memory)
 
 
 def at_rest(directory: Path, items: int) -> Iterator[Row]:
     """Memory, disk and start-up of a bucket that is only filled."""
     home = directory / "rest"
     home.mkdir()
-    before = resident()
     engine = Ours(home)
     writing([engine], items // BATCH, start=10_000_000)
-    gc.collect()
-    yield Row(
-        name="memory of a 116-byte item, as written",
-        value=(resident() - before) / items,
-        unit="bytes",
-        expected="<= 400",
-    )
     engine.bucket.weigh()
     yield Row(name="disk of a 116-byte item, journal", value=engine.bucket.journal.size / items, unit="bytes")
     engine.close()
     scale = 1_000_000 / items
-    took, memory = min(reopened(engine.directory) for _ in range(2))
+    took, busy, memory = min(reopened(engine.directory) for _ in range(2))
     yield Row(name="start-up of 1M items, from the journal", value=took * scale, unit="s", expected="<= 1.5")
+    yield Row(name="of that, on a core", value=busy * scale, unit="s")
     yield Row(name="memory of a 116-byte item, reopened", value=memory, unit="bytes", expected="<= 400")
     bucket = Bucket.open(engine.directory, QUIET)
     began = time.perf_counter()
@@ -284,8 +288,9 @@ def at_rest(directory: Path, items: int) -> Iterator[Row]:
     yield Row(name="compaction of everything", value=items / (time.perf_counter() - began), unit="items/s")
     yield Row(name="disk of a 116-byte item, compacted", value=bucket.rewriter.disk_use / items, unit="bytes")
     bucket.close()
-    took, _ = min(reopened(engine.directory) for _ in range(2))
+    took, busy, _ = min(reopened(engine.directory) for _ in range(2))
     yield Row(name="start-up of 1M items, compacted", value=took * scale, unit="s", expected="<= 1.5")
+    yield Row(name="of that, on a core", value=busy * scale, unit="s")
 
 
 def while_compacting(directory: Path, items: int) -> Iterator[Row]:
