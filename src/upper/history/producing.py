@@ -186,6 +186,10 @@ NOTHING: Final[Effects] = ()
 # ── The machine ───────────────────────────────────────────────────────────────────────────────────
 
 
+_UNTIL_NOW, _WHOLE = int(StreamFlag.UNTIL_NOW), int(StreamFlag.WHOLE_SNAPSHOTS)
+_TAKEOVER = int(StreamFlag.TAKEOVER)
+
+
 class ProducerStream:
     """One stream of one partition. `start` is where the resume decision let the consumer go on.
 
@@ -211,9 +215,10 @@ class ProducerStream:
         self.phase = Sending.OPENING
         self.sent = start  # everything up to here has been offered to the consumer
         self.told = start  # the last seqno that the consumer knows of; less than `sent` where nothing said it
-        self.until = min(end, max(high, start)) if flags & StreamFlag.UNTIL_NOW else end
-        self._whole = bool(flags & StreamFlag.WHOLE_SNAPSHOTS)
-        self._takeover = bool(flags & StreamFlag.TAKEOVER)
+        bits = int(flags)  # streams are opened by the thousand, and enums count slowly
+        self.until = min(end, max(high, start)) if bits & _UNTIL_NOW else end
+        self._whole = bool(bits & _WHOLE)
+        self._takeover = bool(bits & _TAKEOVER)
         self._filtered, self._exact = filtered, exact
         self._heard = start  # newest durable seqno that we heard of; never less than `sent`
         self._end = start  # where the snapshot in hand ends

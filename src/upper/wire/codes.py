@@ -198,13 +198,20 @@ class Bits:
         self.members = dict(bits)
         self._kind = type(next(iter(bits.values())))
         self._known = sum(self.members)
+        self._seen: dict[int, IntFlag] = {}  # a client asks for thousands of streams with the same flags
 
     def read(self, number: int) -> IntFlag:
+        seen = self._seen.get(number)
+        if seen is not None:
+            return seen
         flags = (number & ~self._known) << 32
         for bit, flag in self.members.items():
             if number & bit:
                 flags |= flag
-        return self._kind(flags)
+        read = self._kind(flags)
+        if len(self._seen) < 256:
+            self._seen[number] = read
+        return read
 
     def write(self, value: int) -> int:
         number = value >> 32
