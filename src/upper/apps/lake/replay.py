@@ -64,10 +64,13 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
         changes = changes.slice(int(flushes[-1]) + 1)
     if not len(changes):
         return base
-    indexed = pa.table({"key": changes["key"], "at": pa.array(np.arange(len(changes), dtype=np.int64))})
-    newest = indexed.group_by("key").aggregate([("at", "max")])["at_max"]
-    if len(newest) < len(changes):
-        changes = changes.take(pa.array(np.sort(newest.to_numpy())))
+    coded = pc.dictionary_encode(changes["key"].combine_chunks())
+    if len(coded.dictionary) < len(changes):
+        newest = np.empty(len(coded.dictionary), dtype=np.int64)
+        newest[coded.indices.to_numpy()] = np.arange(
+            len(changes)
+        )  # of a key that repeats, the last one stays
+        changes = changes.take(pa.array(np.sort(newest)))
     is_live = pc.equal(changes["operation"], MUTATION)
     live = changes.select(file_schema(LATEST).names)
     if not pc.all(is_live).as_py():

@@ -144,6 +144,7 @@ class Sync:
                 takings={p: taken for p, taken in takings.items() if layout.group_of(p) in groups},
                 taken_files=tuple(file for file in taken_files if file.group in groups),
                 now=self._now(),
+                first=stand.batch == self.lake.latest.stand.batch == 0,
             )
             for groups in map(frozenset, shares(weights, self._width(weights)))
         ]
@@ -165,6 +166,8 @@ class Sync:
         batch.taken_back, batch.lost = list(gone.values()), sum(file.rows for file in done.lost)
         if gone:
             self.refresh()
+        elif done.latest is not None and not stand.batch:
+            self.lake.commit_latest(add=done.latest, remove=(), stand=reached)
 
 
 def refresh(lake: Lake, runner: Runner) -> int:
@@ -204,8 +207,11 @@ def refresh(lake: Lake, runner: Runner) -> int:
 
 def merged(manifests: Iterable[Manifest]) -> Manifest:
     """What several tasks did, as one."""
-    whole = Manifest()
+    whole = Manifest(latest=[])
     for part in manifests:
+        # Only all of it is of use.
+        both = whole.latest is not None and part.latest is not None
+        whole.latest = [*(whole.latest or ()), *(part.latest or ())] if both else None
         whole.add += part.add
         whole.remove += part.remove
         whole.lost += part.lost

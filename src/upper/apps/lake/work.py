@@ -28,7 +28,7 @@ from upper.spark.columns import signed
 from upper.spark.feed import Feed
 from upper.spark.worker import settle
 
-MEMORY = 192 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
+MEMORY = 320 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
 
 T = TypeVar("T")
 Manifest_co = TypeVar("Manifest_co", covariant=True)
@@ -62,6 +62,7 @@ class Manifest:
     lost: list[DataFile] = field(default_factory=list)
     places: dict[Partition, Known] = field(default_factory=dict)
     rollbacks: dict[Partition, Seqno] = field(default_factory=dict)
+    latest: list[DataFile] | None = None  # of a first load: what `latest` is after it
     reached: dict[Partition, int] = field(default_factory=dict)  # the last seqno that was written
     rows: int = 0
     size: int = 0  # bytes of keys, values and columns, as read
@@ -79,6 +80,7 @@ class ReadStretches:
     takings: Mapping[Partition, Taking]
     taken_files: tuple[DataFile, ...]  # of `changes`, of the groups that have something to take back
     now: datetime
+    first: bool = False  # the lake is empty: the live keys can be made of what is in hand
 
     def __call__(self) -> Manifest:
         settle()
@@ -95,24 +97,30 @@ class ReadStretches:
             if size >= MEMORY:
                 self._write(held, size, done)
                 held, size = [], 0
-        self._write(held, size, done)
+        rows = self._write(held, size, done)
         done.rollbacks = dict(reading.rollbacks)
         done.places = {
             partition: self.stretches[partition].reached(place)
             for partition, place in reading.places.items()
             if partition in self.stretches and partition not in done.rollbacks
         }
-        self._keep_what_is_whole(done)
+        whole = self._keep_what_is_whole(done)
         # Whoever could not be read on does not go back either: before or after, never between.
         takings = {partition: taken for partition, taken in self.takings.items() if partition in done.places}
         self._take_back(takings, done)
         files.sync(self.root, CHANGES, done.add)
         files.sync(self.root, LOST, done.lost)
+        if self.first and whole and rows is not None and len(rows) == done.rows:
+            done.latest = []
+            for group, part in by_group(rows, self.layout):
+                live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
+                done.latest += files.write(self.root, LATEST, live, group=group)
+            files.sync(self.root, LATEST, done.latest)
         return done
 
-    def _write(self, held: list[pa.RecordBatch], size: int, done: Manifest) -> None:
+    def _write(self, held: list[pa.RecordBatch], size: int, done: Manifest) -> pa.Table | None:
         if not held:
-            return
+            return None
         rows = ordered(pa.Table.from_batches(held))
         rows = rows.append_column(BATCH, pa.repeat(pa.scalar(self.batch, pa.int64()), len(rows)))
         done.rows += len(rows)
@@ -121,9 +129,13 @@ class ReadStretches:
             done.reached[partition] = part["seqno"][-1].as_py()
         for group, part in by_group(rows, self.layout):
             done.add += files.write(self.root, CHANGES, part, group=group)
+        return rows
 
-    def _keep_what_is_whole(self, done: Manifest) -> None:
-        """Write again without rows of a snapshot that did not end, or of a history that was gone."""
+    def _keep_what_is_whole(self, done: Manifest) -> bool:
+        """Write again without rows of a snapshot that did not end, or of a history that was gone.
+
+        True when there were none.
+        """
         ends = {}
         for partition, reached in done.reached.items():
             whole = done.places.get(partition, self.stretches[partition].start).position.seqno
@@ -141,6 +153,7 @@ class ReadStretches:
             done.add.remove(file)
             done.add += files.write(self.root, CHANGES, table, group=file.group)
             files.discard(self.root, CHANGES, [file])
+        return not ends
 
     def _take_back(self, takings: Mapping[Partition, Taking], done: Manifest) -> None:
         lost: dict[int, list[pa.Table]] = {}
