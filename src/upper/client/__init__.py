@@ -7,9 +7,10 @@
     lane, follow, tap        the machine: handshakes, rollbacks, reconnects; no socket, no clock
     decode, bulk             bytes into events, or into columns
     reader                   what the application has been given, is through with, and has saved
-    link, login, commands    key-value: packets, signing in, what each call asks
+    link, login              packets of key-value calls, and signing in
+    calls, commands          what each call asks, and makes of the answers
     sockets, feed, bucket    the blocking driver
-    asynchronous             the other one
+    pipes, async_feed, asynchronous    the other one
     load                     a load generator
     rules                    the resume decision, for those who plan ahead
 

@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from upper.client.bulk import Columns
-from upper.client.commands import Batch, Call, Commands, Copy, Item, Promoted, Stored, Text, Wait, as_bytes
+from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, Wait
+from upper.client.commands import Commands, as_bytes
 from upper.client.events import Event
 from upper.client.feed import Feed
 from upper.client.plan import Plan, Wanted, Wishes, plan

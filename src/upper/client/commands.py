@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 from zlib import crc32
 
 from upper.client.backoff import Backoff, BackoffSettings
+from upper.client.calls import Answers, Batch, Call, Copy, Item, Promoted, Stored, Text, Wait
 from upper.client.link import Answer, nobody, refusal
 from upper.client.routes import Routes
 from upper.client.url import Address, Node
-from upper.errors import KeyNotFound, RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
+from upper.errors import RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno, Version
 from upper.wire.codes import Opcode, Status
 from upper.wire.packet import MAX_VALUE, REQUEST, pack
 
-T = TypeVar("T")
-Text: TypeAlias = str | bytes
 FAILOVER_LOG = 0x51  # UPR's; a connection that asks it goes on to take key-value calls
 NEVER = 0xFFFFFFFF  # the expiration that makes a counter fail instead of creating it
 
@@ -32,64 +29,6 @@ _STORE = struct.Struct(">BBHBBHIIQII")
 _BARE = struct.Struct(">BBHBBHIIQ")
 _TOKEN = struct.Struct(">QQ")
 _READS = (Opcode.GET, Opcode.GET_META)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Send these, and come back with every answer, in the order in which each node gave them."""
-
-    packets: Mapping[Node, Sequence[bytes]]
-    tokens: bool = False  # writes shall say where they stand in history
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    seconds: float
-
-
-Effect: TypeAlias = Batch | Wait
-Call: TypeAlias = Generator[Effect, Any, T]
-Answers: TypeAlias = Mapping[Node, list[Answer]]
-
-
-class Item(NamedTuple):
-    """What is stored under a key."""
-
-    value: bytes
-    cas: Cas
-    flags: int = 0
-
-
-class Stored(NamedTuple):
-    """Proof of a write: its CAS and, of writes one by one, where it stands in the history."""
-
-    cas: Cas
-    branch: BranchId | None = None
-    seqno: Seqno | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A change to be written as it is, with the history it already has: what a replica writes.
-
-    Without a value it is a deletion. A node keeps what it has where that is newer.
-    """
-
-    key: bytes
-    value: bytes | None
-    revision: int
-    cas: Cas
-    flags: int = 0
-    expiration: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Promoted:
-    """A branch that was made by hand: where the partition stood when it began, and the log that has it."""
-
-    partition: Partition
-    seqno: Seqno
-    log: FailoverLog
 
 
 class Commands:
@@ -477,15 +416,4 @@ def _check(answers: Iterable[Answer], *, but: int | None = None) -> None:
             raise refusal(answer)
 
 
-__all__ = [
-    "Batch",
-    "Call",
-    "Commands",
-    "Copy",
-    "Effect",
-    "Item",
-    "KeyNotFound",
-    "Stored",
-    "Wait",
-    "parse_log",
-]
+__all__ = ["Commands", "Copy", "Item", "Promoted", "Stored", "as_bytes", "parse_log"]

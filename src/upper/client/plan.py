@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypedDict
 
+from upper.client.calls import Call
 from upper.client.checkpoint import Store
-from upper.client.commands import Call, Commands
+from upper.client.commands import Commands
 from upper.client.events import Rollback
 from upper.client.follow import Follower, FollowSettings
 from upper.client.lane import Lane

@@ -15,7 +15,7 @@ from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from upper.client.commands import Batch
+from upper.client.calls import Batch
 from upper.client.link import Answer, Link, finals
 from upper.client.login import Login, login
 from upper.client.url import Address, Node
