@@ -85,10 +85,22 @@ def options_of(verb: str) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
+def targets_of_make() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (TOP / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_what_is_checked_elsewhere_is_what_people_run_here() -> None:
+    for workflow in (TOP / ".github" / "workflows").glob("*.yml"):
+        commands = re.findall(r"^ *- run: (.+)$", workflow.read_text(), re.MULTILINE)
+        assert commands
+        for command in commands:
+            assert re.fullmatch(r"make (\w+)( [A-Z]+=\w+)*", command), f"{workflow.name}: {command}"
+            assert command.split()[1] in targets_of_make(), f"{workflow.name}: there is no `{command}`"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_named_in_prose_exist(page: Path) -> None:
-    prose = prose_of(page)
-    targets = set(re.findall(r"^([a-z]+):", (TOP / "Makefile").read_text(), re.MULTILINE))
+    prose, targets = prose_of(page), targets_of_make()
     for command in INLINE.findall(prose):
         program, what, *words = command.split()
         if program == "make":
