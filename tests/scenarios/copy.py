@@ -225,7 +225,7 @@ class Consumer:
         if node not in self.follower.wires:
             return
         reader.push(node, data, now)
-        reader.asked_on()
+        reader.asked_on(now)
         while (item := reader.next(now)) is not None:
             if isinstance(item, Rollback):
                 assert reader.handler_due(item)
@@ -238,7 +238,7 @@ class Consumer:
                 self.copy.apply(item)
                 if isinstance(item, SnapshotEnd):
                     self.memory.ends.add((item.partition, item.seqno))
-            reader.asked_on()
+            reader.asked_on(now)
         wire = self._wires.get(node)
         if wire is not None and node in self.follower.wires and (out := self.follower.take_output(node)):
             wire.to_node(out)

@@ -211,3 +211,17 @@ def test_a_node_that_falls_silent_is_given_up_and_found_again() -> None:
     world.run(2)
     assert consumer.follower.reconnects == 1
     check(world, consumer)
+
+
+def test_an_application_that_is_long_at_work_does_not_take_the_node_for_dead() -> None:
+    world = World(7, partitions=1, node_count=1)
+    consumer = Consumer(world, Memory(), noop=2)
+    world.write()
+    world.run(1)
+    reader, follower = consumer.reader, consumer.follower
+    reader._left_at = world.now  # it has an item, and takes its time over it
+    reader.asked_on(world.now + 1000)
+    follower.tick(world.now + 1001)
+    assert follower.reconnects == 0
+    follower.tick(world.now + 1005)
+    assert follower.reconnects == 1

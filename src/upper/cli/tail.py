@@ -98,7 +98,8 @@ def line(event: Event) -> str:
     """An event for people: one line, whatever is in it."""
     from upper.client.events import Deletion, Expiration, Mutation, Rollback
 
-    head = f"{event.operation:<12} {event.partition:>4} {event.seqno or 0:>8}"
+    seqno = "-" if event.seqno is None else event.seqno
+    head = f"{event.operation:<12} {event.partition:>4} {seqno:>8}"
     match event:
         case Mutation():
             value = text_of(event.value)

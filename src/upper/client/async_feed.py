@@ -62,7 +62,7 @@ class Feed(Generic[T]):
         if self._closed:
             raise StopAsyncIteration
         reader = self._made
-        reader.asked_on()
+        reader.asked_on(time.monotonic())
         while True:
             item: T | Rollback | None = reader.next(time.monotonic())
             if isinstance(item, Rollback):

@@ -74,7 +74,7 @@ class Feed(Generic[T]):
 
     def _next(self) -> T:
         reader = self._reader
-        reader.asked_on()
+        reader.asked_on(time.monotonic())
         while not self._leave.is_set():
             item = reader.next(time.monotonic())
             if isinstance(item, Rollback):

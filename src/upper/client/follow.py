@@ -226,6 +226,11 @@ class Follower:
         """Nobody could describe the map."""
         self._learn_at = now + self._learning.next()
 
+    def was_away(self, seconds: float) -> None:
+        """Nobody listened for so long: a node that was not heard in that time is not silent for it."""
+        for wire in self.wires.values():
+            wire.heard += seconds
+
     def tick(self, now: float) -> None:
         """Time has passed."""
         if self._upr and self.settings.noop:

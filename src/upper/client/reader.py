@@ -55,6 +55,7 @@ class Reader(Generic[T]):
         self._node: Node | None = None
         self._owed: dict[Node, int] = {}
         self._going_back: Rollback | None = None
+        self._left_at: float | None = None  # when the application went to work on an item
 
     # ── Items ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,6 +92,7 @@ class Reader(Generic[T]):
                 self._pay()
             return None
         self._note(self._decoder.touched(item))
+        self._left_at = now
         return item
 
     def _note(self, moved: set[Partition]) -> None:
@@ -133,8 +135,11 @@ class Reader(Generic[T]):
 
     # ── Acknowledging and saving ──────────────────────────────────────────────────────────────────
 
-    def asked_on(self) -> None:
+    def asked_on(self, now: float) -> None:
         """The application asks for the next item."""
+        if self._left_at is not None:
+            self.follower.was_away(now - self._left_at)
+            self._left_at = None
         if self._going_back is not None:
             event, self._going_back = self._going_back, None
             self.follower.went_back(event.partition)
