@@ -84,6 +84,7 @@ def _show(args: Namespace, out: Output) -> None:
         return
     ahead = "" if made.behind is None else f", {made.behind:,} changes behind the bucket"
     out.say(f"bucket {made.bucket!r}, {made.partitions} partitions in {made.groups} groups{ahead}")
+    out.say(f"position: {made.seqnos:,} changes of the bucket's history")
     out.show(made.tables)
     if made.trimmed:
         out.say(f"changes are trimmed in {made.trimmed} partitions")

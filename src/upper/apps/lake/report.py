@@ -10,6 +10,7 @@ from upper.apps.lake import files
 from upper.apps.lake.home import Lake
 from upper.apps.lake.plan import behind
 from upper.apps.lake.schema import LOST
+from upper.apps.lake.stand import place_text
 from upper.apps.lake.tables import LakeTable
 from upper.spark.feed import Outlook
 
@@ -42,6 +43,7 @@ class LakeReport:
     groups: int
     tables: list[TableReport]
     seqnos: int  # the sum of all positions: how many changes the bucket has had, as far as the lake knows
+    positions: dict[int, str]  # of each partition: "seqno branch@begin ...", the failover log newest first
     behind: int | None  # changes; None where nobody asked the bucket
     rollbacks: int
     trimmed: int  # partitions of `changes` that do not begin at the beginning
@@ -55,6 +57,7 @@ def report(lake: Lake, outlook: Outlook | None = None) -> LakeReport:
         partitions=lake.layout.partitions,
         groups=lake.layout.groups,
         tables=[_table(table) for table in (lake.changes, lake.latest, lake.lost)],
+        positions={int(p): place_text(place) for p, place in sorted(stand.places.items())},
         seqnos=sum(place.position.seqno for place in stand.places.values()),
         behind=None if outlook is None else behind(stand, outlook),
         rollbacks=sum(stand.rollbacks.values()),

@@ -67,7 +67,9 @@ class Stand:
         return {
             "version": VERSION,
             "batch": self.batch,
-            "positions": {str(partition): _text(place) for partition, place in sorted(self.places.items())},
+            "positions": {
+                str(partition): place_text(place) for partition, place in sorted(self.places.items())
+            },
             "rollbacks": {str(partition): count for partition, count in sorted(self.rollbacks.items())},
             "floors": {str(partition): str(floor) for partition, floor in sorted(self.floors.items())},
         }
@@ -92,7 +94,7 @@ class Stand:
             ) from error
 
 
-def _text(place: Known) -> str:
+def place_text(place: Known) -> str:
     """The seqno, and the failover log: "17 4711@12 815@0" stands at 17 on branch 4711, which began at 12."""
     log = [f"{version.branch}@{version.seqno}" for version in place.log or ()]
     return " ".join([str(place.position.seqno), *log])
