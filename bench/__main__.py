@@ -38,7 +38,7 @@ def line(row: Row) -> str:
     return f"  {row.name:<46} {number(row.value):>10} {row.unit:<16} {ratio:<34} {held}".rstrip()
 
 
-def run_here(name: str, *, quick: bool) -> Results:
+def run_here(name: str, *, quick: bool) -> Results | None:
     """One group, in this process."""
     start = time.monotonic()
     results: Results = []
@@ -92,19 +92,17 @@ def main(arguments: Sequence[str]) -> int:
     names: list[str] = options.groups or list(GROUPS)
     crashed: list[str] = []
     results: Results = []
-    if len(names) == 1:
-        results = run_here(names[0], quick=options.quick)
-    else:
-        for name in names:
-            rows = run_apart(name, quick=options.quick)
-            if rows is None:
-                crashed.append(name)
-            else:
-                results += rows
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        written = {"about": about(quick=options.quick), "rows": results}
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    run = run_here if len(names) == 1 else run_apart
+    for name in names:
+        rows = run(name, quick=options.quick)
+        if rows is None:
+            crashed.append(name)
+            continue
+        results += rows
+        if options.json is not None:  # after each group: whoever interrupts the next keeps this one
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            written = {"about": about(quick=options.quick), "rows": results}
+            options.json.write_text(json.dumps(written, indent=1) + "\n")
     if len(names) > 1:
         met, missed = (sum(row["met"] is held for row in results) for held in (True, False))
         print(

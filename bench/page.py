@@ -172,7 +172,7 @@ def with_numbers(text: str, results: Results) -> str:
         return text
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{short_table(results)}{END}{after}"
+    return f"{before}{BEGIN}\n\n{short_table(results)}\n{END}{after}"
 
 
 def short_table(results: Results) -> str:
