@@ -25,6 +25,7 @@ from upper.apps.lake.home import Lake, held
 from upper.apps.lake.query import query
 from upper.apps.lake.schema import CHANGES, LOST, Layout
 from upper.apps.lake.sync import Sync
+from upper.apps.lake.tables import exists
 from upper.apps.lake.verify import verify
 from upper.errors import KeyNotFound
 from upper.spark.feed import BucketFeed, Outlook
@@ -261,6 +262,34 @@ def test_a_driver_killed_between_the_commits_of_two_tables(pond: Pond, bucket: A
     pond.sync()
     pond.check()
     assert pond.rows(LOST) == lost
+
+
+def test_a_live_sync_outlives_its_node_and_ends_when_it_is_told(pond: Pond, node: Node) -> None:
+    process = driver(pond, "--every", "300ms", "--latest-every", "1s", "--groups", "4")
+    try:
+        with upper.connect(node.url) as bucket:
+            bucket.set_many({f"k{i}": b"one" for i in range(400)})
+        eventually(lambda: committed(pond) == 400, within=120.0)
+        node.kill()
+        node.restart()
+        with upper.connect(node.url) as bucket:
+            bucket.set_many({f"k{i}": b"two" for i in range(100)})
+        eventually(lambda: committed(pond) == 500, within=120.0)
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.stderr is not None:
+            process.stderr.close()
+    pond.check()
+    assert len(pond.latest()) == 400
+    assert pond.rows(LOST) == set()
+
+
+def committed(pond: Pond) -> int:
+    """Rows in `changes`, as somebody who only reads sees them."""
+    return sum(file.rows for file in Lake(pond.root).changes.files()) if exists(pond.root) else 0
 
 
 def test_the_second_sync_on_a_lake_is_told_so(pond: Pond, bucket: Any) -> None:
