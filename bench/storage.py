@@ -220,8 +220,8 @@ def compared(name: str, unit: str, rates: dict[str, float], expected: str = "") 
 def rows(quick: bool) -> Iterator[Row]:
     with scratch() as directory:
         yield from against_others(directory, *((20_000, 20) if quick else (850_000, 150)))
-        yield from at_rest(directory, items=100_000 if quick else 1_000_000)
-        yield from while_compacting(directory, items=50_000 if quick else 200_000)
+        yield from at_rest(directory, items=50_000 if quick else 1_000_000)
+        yield from while_compacting(directory, items=20_000 if quick else 200_000)
 
 
 def against_others(directory: Path, there: int, batches: int) -> Iterator[Row]:

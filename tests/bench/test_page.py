@@ -73,7 +73,7 @@ def test_the_short_table_goes_between_the_marks_and_touches_nothing_else() -> No
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert "old" not in once
-    assert "| GET | 1,000,000 a second | 2.0x memcached -t 1 |" in once
+    assert "| GETs, pipelined | 1,000,000 a second | 2.00x memcached -t 1 |" in once
     assert pages.with_numbers(once, results(*SOME)) == once
     assert pages.with_numbers("no marks", results(*SOME)) == "no marks"
 
