@@ -160,10 +160,13 @@ static void *ask(void *argument) {
         double t = now();
         long due = requests;
         if (rate > 0) {
-            due = (long)((t - j->began) * rate / connections);
+            /* Connections take turns within an interval, and sleep through it: many of them must not be a storm. */
+            double turn = (double)j->id / connections, each = connections / rate;
+            due = (long)((t - j->began) / each + turn);
             if (due > requests) due = requests;
             if (due == sent && sent == j->done) {
-                usleep(200);
+                double wait = j->began + ((double)(sent + 1) - turn) * each - t;
+                usleep(wait > 200e-6 ? (useconds_t)(wait * 1e6) : 200);
                 continue;
             }
         }
