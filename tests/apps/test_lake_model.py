@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.apps.bucket_model import ModelBucket
 
+from tests.apps.bucket_model import ModelBucket
 from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake
 from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from tests.nodes import Node
 
 import upper
+from tests.nodes import Node
 from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake, held
 from upper.apps.lake.query import query
@@ -179,3 +179,20 @@ def test_queries_show_bytes_and_refuse_nonsense(following: Following, bucket: An
     assert list(query(following.lake, "select * from lost")) == []
     with pytest.raises(InvalidArguments, match="DuckDB"):
         list(query(following.lake, "select nonsense from nowhere"))
+
+
+def test_any_delta_reader_opens_the_tables(following: Following, bucket: Any) -> None:
+    import pyarrow as pa
+    from deltalake import DeltaTable
+
+    bucket.set_many({f"k{i}": b"one" for i in range(200)})
+    following.settle()
+    bucket.delete_many([f"k{i}" for i in range(50)])
+    following.settle()
+    for table, rows in ((CHANGES, 250), (LATEST, 150), (LOST, 0)):
+        seen = DeltaTable(following.lake.root / table).to_pyarrow_table()
+        assert seen.num_rows == rows
+        assert seen.schema.field("key").type == seen.schema.field("value").type == pa.binary()
+        assert seen.schema.names[:3] == ["partition_group", "partition", "seqno"]
+    one = DeltaTable(following.lake.root / CHANGES).to_pyarrow_table(filters=[("partition", "=", 7)])
+    assert set(one["partition"].to_pylist()) == {7}

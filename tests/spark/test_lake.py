@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.nodes import Node
 
 import upper
+from tests.nodes import Node
 from upper.apps.lake.care import compact, trim, vacuum
 from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake, held
@@ -315,6 +315,19 @@ def test_a_worker_that_is_killed_is_replaced(pond: Pond, tmp_path: Path) -> None
         return "done"
 
     assert pond.runner.run([die_once, lambda: "also"]) == ["done", "also"]
+
+
+def test_verify_as_a_command_names_what_differs_and_says_so_by_its_exit_code(pond: Pond, bucket: Any) -> None:
+    bucket.set_many({f"k{i}": b"one" for i in range(100)})
+    pond.sync()
+    lake = Lake(pond.root)
+    victim = lake.latest.files()[0]
+    lake.commit_latest(add=[], remove=[victim], stand=lake.latest.stand)
+    command = [sys.executable, "-m", "upper", "verify", pond.node.url, str(pond.root), "--master", "local[2]"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1, run.stderr
+    assert "`latest` is not what the bucket has: b'k" in run.stdout
+    assert "partitions differ" in run.stdout
 
 
 # ── A cluster ─────────────────────────────────────────────────────────────────────────────────────

@@ -7,8 +7,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.apps.bucket_model import ModelBucket
 
+from tests.apps.bucket_model import ModelBucket
 from upper.client.rules import Rollback, decide
 from upper.errors import BadCheckpoint, InvalidArguments, RollbackRequired
 from upper.model.values import BranchId, Partition, Position, Seqno

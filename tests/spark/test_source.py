@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.nodes import Node
 
 import upper
+from tests.nodes import Node
 from upper.client.bucket import Bucket
 
 if TYPE_CHECKING:
