@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from tests.nodes import Node
-
 from bench import Row, seconds
 from bench.kernel import KERNELS, record
+from tests.nodes import Node
 from upper import kernel
 from upper.client import bulk
 from upper.client.bucket import GATHER, Bucket, connect

@@ -12,11 +12,10 @@ import math
 import time
 from collections.abc import Iterator
 
-from tests.nodes import Node
-
 import upper
 from bench import Row
 from bench.load import cpu, load, node
+from tests.nodes import Node
 
 STEEPEST = 1.15
 FLAT = 0.25  # for what should not depend on the size at all

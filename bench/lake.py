@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any
 
 import pyarrow as pa
-from tests.nodes import Node
 
 import upper
 from bench import Row
 from bench.kernel import record
 from bench.load import load, node, scratch
+from tests.nodes import Node
 from upper import kernel
 from upper.apps.lake.home import Lake
 from upper.apps.lake.schema import Layout

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.nodes import Node
-
 from bench import Absent
+from tests.nodes import Node
 
 HERE = Path(__file__).parent
 OUT = HERE.parent / "out"

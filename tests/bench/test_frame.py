@@ -12,12 +12,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench.growth import exponent, steepness
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import GROUPS, Row, load
 from bench import __main__ as main
+from bench.growth import exponent, steepness
 
 HERE = Path(main.__file__).parent
 

@@ -6,8 +6,8 @@ import shutil
 import subprocess
 
 import pytest
-from tests.conftest import Run
 
+from tests.conftest import Run
 from upper.cli import completion
 from upper.cli.main import VERBS
 

@@ -9,8 +9,8 @@ from argparse import ArgumentParser, Namespace
 from types import ModuleType
 
 import pytest
-from tests.conftest import Run
 
+from tests.conftest import Run
 from upper.cli import main as frame
 from upper.cli.output import ExitCode, Output
 from upper.errors import Corrupt, Refused, Unreachable, UpperError

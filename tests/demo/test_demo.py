@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from demo.shop import Shop
 from demo.stage import chart
 
