@@ -50,6 +50,8 @@ class SyncProgress:
                         "lost": batch.lost,
                     }
                 )
+            if batch.taken_back and self._drawn:
+                self._out.draw("")  # the line makes room for what should stay
             for taken in batch.taken_back:
                 self._out.note(
                     f"partition {taken.partition}: back to {taken.keep.position.seqno}, {taken.why}"

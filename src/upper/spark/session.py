@@ -43,7 +43,6 @@ def start(
     conf = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        "spark.log.level": "ERROR",
         # Workers import pyarrow once and stay; a batch of a second cannot pay for that each time.
         "spark.python.worker.reuse": "true",
         # Data comes over the network, not from a disk near somebody: waiting for a near worker gains nothing.
@@ -76,6 +75,8 @@ def _quiet() -> str:
 QUIET = """\
 rootLogger.level = error
 rootLogger.appenderRef.stderr.ref = console
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = error
 appender.console.type = Console
 appender.console.name = console
 appender.console.target = SYSTEM_ERR
