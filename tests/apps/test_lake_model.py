@@ -203,3 +203,31 @@ def test_the_files_of_a_lake_are_sorted_and_belong_to_one_group(tmp_path: Path) 
         assert {world.lake.layout.group_of(partition) for partition, _ in order} == {file.group}
         assert (file.low["partition"], file.high["partition"]) == (order[0][0], order[-1][0])
         assert file.rows == len(order)
+
+
+def test_a_version_that_was_never_seen_comes_back_with_a_failover(tmp_path: Path) -> None:
+    """Going back to the very seqno that was asked for would lead to a state that the lake never had."""
+    world = World(tmp_path)
+    world.bucket.do(0, "mutation", b"a", b"overwritten before anybody saw it")
+    world.bucket.do(0, "mutation", b"b", b"1")
+    world.bucket.do(0, "mutation", b"a", b"2")
+    world.settle()
+    world.bucket.promote(0, 2)
+    world.settle()
+    world.check()
+    assert b"overwritten before anybody saw it" in world.rows(LATEST)["value"].to_pylist()
+
+
+def test_a_failover_behind_the_last_one_is_met_on_the_branch_before_it(tmp_path: Path) -> None:
+    """The newest branch is unknown to the node then, and still not everything is lost."""
+    world = World(tmp_path)
+    for number in range(6):
+        world.bucket.do(0, "mutation", b"%d" % number, b"")
+        world.settle()
+    world.bucket.promote(0, 5)
+    world.bucket.do(0, "mutation", b"six", b"")
+    world.settle()
+    world.bucket.promote(0, 3)
+    world.settle()
+    world.check()
+    assert len(world.rows(LOST)) == 1 + 3

@@ -249,7 +249,7 @@ class MergeFiles:
     def __call__(self) -> Manifest:
         settle()
         rows = files.read(self.root, self.table, self.files)
-        add = files.write(self.root, self.table, rows, group=self.group)
+        add = files.write(self.root, self.table, rows, group=self.group, tight=True)
         files.sync(self.root, self.table, add)
         return Manifest(add=add, remove=list(self.files), rows=len(rows))
 
