@@ -152,7 +152,9 @@ class ModelReading:
             self.rollbacks[partition] = to
             self.places.pop(partition, None)
             return
-        yield self._rows(held, held.snapshot(start.position.seqno))
+        changes = held.snapshot(start.position.seqno)
+        yield self._rows(held, changes[: len(changes) // 2])  # cut here, and begun again
+        yield self._rows(held, changes)
         self._arrived(held)
 
     def _arrived(self, held: ModelPartition) -> None:

@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.apps.bucket_model import ModelBucket
+from upper.apps.lake import work
 from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake
 from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
@@ -231,3 +233,16 @@ def test_a_failover_behind_the_last_one_is_met_on_the_branch_before_it(tmp_path:
     world.settle()
     world.check()
     assert len(world.rows(LOST)) == 1 + 3
+
+
+def test_a_worker_that_writes_as_it_goes_repeats_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stretch of the model is cut and begun again; here each portion is a file of its own."""
+    monkeypatch.setattr(work, "MEMORY", 1)
+    world = World(tmp_path)
+    for number in range(120):
+        world.bucket.do(number % PARTITIONS, "mutation", b"%d" % (number % 31), b"%d" % number)
+    world.settle()
+    world.check()
+    assert len(world.lake.changes.files()) > GROUPS

@@ -22,11 +22,13 @@ from upper.model.values import BranchId, Partition, Seqno
 from upper.spark.columns import FLUSH, MUTATION
 
 
-def ordered(rows: pa.Table) -> pa.Table:
+def ordered(rows: pa.Table, *, once: bool = False) -> pa.Table:
     """The rows in order of (partition, seqno).
 
     Streams deliver each partition in order of its seqnos, so that a stable sort by partition is almost
-    always enough, and rows that came partition by partition need no sort at all.
+    always enough, and rows that came partition by partition need no sort at all. `once`: of several rows
+    with the same place keep the first. A stream that was cut inside a snapshot and began it again repeats
+    itself; in `lost`, on the other hand, one place may be named by several branches.
     """
     if len(rows) < 2:
         return rows
@@ -38,6 +40,9 @@ def ordered(rows: pa.Table) -> pa.Table:
     order = np.argsort(partitions.astype(np.uint16), kind="stable")
     if not _in_order(partitions[order], seqnos[order]):
         order = np.lexsort((seqnos, partitions))
+        if once:
+            new = (np.diff(partitions[order]) != 0) | (np.diff(seqnos[order]) != 0)
+            order = order[np.concatenate(([True], new))]
     return rows.take(pa.array(order))
 
 

@@ -121,7 +121,13 @@ class ReadStretches:
     def _write(self, held: list[pa.RecordBatch], size: int, done: Manifest) -> pa.Table | None:
         if not held:
             return None
-        rows = ordered(pa.Table.from_batches(held))
+        rows = ordered(pa.Table.from_batches(held), once=True)
+        if done.reached:
+            # A snapshot that was begun again may repeat what is in a file already.
+            parts = by_partition(rows)
+            rows = pa.concat_tables(
+                [rows.slice(0, 0), *(part.slice(_reach(part, done.reached.get(p, 0))) for p, part in parts)]
+            )
         rows = rows.append_column(BATCH, pa.repeat(pa.scalar(self.batch, pa.int64()), len(rows)))
         done.rows += len(rows)
         done.size += size
@@ -297,7 +303,7 @@ def by_group(rows: pa.Table, layout: Layout) -> Iterator[tuple[int, pa.Table]]:
             yield int(groups[start]), rows.slice(start, end - start)
 
 
-def _reach(rows: pa.Table, seqno: Seqno) -> int:
+def _reach(rows: pa.Table, seqno: int) -> int:
     """How many rows of one partition, in order, are at or below a seqno."""
     return int(np.searchsorted(rows["seqno"].to_numpy(), seqno, side="right"))
 
