@@ -16,7 +16,8 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi)
 CHECKED = $(wildcard src tests examples bench demo)
-PYTEST_ARGS ?=
+# Two at a time, each file in one process, so that what a file shares is made once.
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: help demo venv kernel test quick check bench format clean
 

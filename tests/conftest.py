@@ -19,6 +19,25 @@ settings.register_profile("thorough", settings.get_profile("default"), max_examp
 settings.load_profile(os.environ.get("UPPER_HYPOTHESIS", "default"))
 
 Run: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
+Say: TypeAlias = Callable[[str], None]
+
+
+@pytest.fixture
+def say(record_property: Callable[[str, object], None]) -> Say:
+    """Puts a line into the log of every test run, wherever the test ran: how much was tried, what it cost."""
+    return lambda line: record_property("said", line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests said, at the end, where it can be found."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
+    said = [
+        (report.nodeid, line) for report in reports for name, line in report.user_properties if name == "said"
+    ]
+    if said:
+        terminalreporter.section("what tests have to say")
+        for test, line in sorted(said):
+            terminalreporter.line(f"{test.partition('::')[0]}: {line}")
 
 
 @pytest.fixture

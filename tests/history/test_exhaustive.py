@@ -12,22 +12,8 @@ from tests.history.mutations import RULE_BREAKERS, goes_wrong
 from upper.history.resume import Resume, Rollback, decide
 from upper.model.values import ZERO, BranchId, FailoverLog, Position, Seqno, Version
 
-Say = Callable[[str], None]
 
-
-@pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], record_property: Callable[[str, object], None]) -> Say:
-    """Prints past pytest's capture: how much was tried belongs in every log of a test run."""
-
-    def show(line: str) -> None:
-        record_property("explored", line)
-        with capsys.disabled():
-            print(f"\n{line}", end=" ")  # noqa: T201
-
-    return show
-
-
-def test_whoever_obeys_ends_equal_in_every_history_of_six_events(say: Say) -> None:
+def test_whoever_obeys_ends_equal_in_every_history_of_six_events(say: Callable[[str], None]) -> None:
     explored = Model(keys=2, followers=2).explore(6)
     say(f"2 keys, 3 copies, 6 events: {explored}")
     pages.hold("testing.md", "six events", f"2 keys, 3 copies, 6 events: {explored}.")
@@ -36,7 +22,7 @@ def test_whoever_obeys_ends_equal_in_every_history_of_six_events(say: Say) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whoever_obeys_ends_equal_in_every_history_of_seven_events(say: Say) -> None:
+def test_whoever_obeys_ends_equal_in_every_history_of_seven_events(say: Callable[[str], None]) -> None:
     explored = Model(keys=2, followers=2).explore(7)
     say(f"2 keys, 3 copies, 7 events: {explored}")
     pages.hold("testing.md", "seven events", f"2 keys, 3 copies, 7 events: {explored}.")
@@ -44,7 +30,7 @@ def test_whoever_obeys_ends_equal_in_every_history_of_seven_events(say: Say) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whoever_obeys_ends_equal_with_longer_snapshots(say: Say) -> None:
+def test_whoever_obeys_ends_equal_with_longer_snapshots(say: Callable[[str], None]) -> None:
     """Three keys: a follower can be interrupted twice inside one snapshot."""
     explored = Model(keys=3, followers=2).explore(6)
     say(f"3 keys, 3 copies, 6 events: {explored}")

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -113,7 +114,9 @@ def interrupt(kind: str, *, node: Node, copy: Copy, bucket: Bucket, random: Rand
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_two_hundred_interruptions_leave_an_equal_copy_and_little_fetched_twice(tmp_path: Path) -> None:
+def test_two_hundred_interruptions_leave_an_equal_copy_and_little_fetched_twice(
+    tmp_path: Path, say: Callable[[str], None]
+) -> None:
     seed = int(os.environ.get("UPPER_SEED", "1"))
     random = Random(seed)
     kinds = [kind for kind, count in INTERRUPTIONS.items() for _ in range(count)]
@@ -133,10 +136,10 @@ def test_two_hundred_interruptions_leave_an_equal_copy_and_little_fetched_twice(
         copy.finish()
         truth = {key: item.value for key, item in bucket.get_many(f"k{n}" for n in range(KEYS)).items()}
         assert copy.items() == truth
-    report(copy, writer, len(kinds), time.monotonic() - began)
+    say(report(copy, writer, len(kinds), time.monotonic() - began))
 
 
-def report(copy: Copy, writer: Writer, interruptions: int, seconds: float) -> None:
+def report(copy: Copy, writer: Writer, interruptions: int, seconds: float) -> str:
     """Bytes fetched against bytes missed: a change that comes twice was not missed the second time."""
     seen: Counter[tuple[int, int, int]] = Counter()
     sizes: dict[tuple[int, int, int], int] = {}
@@ -154,14 +157,14 @@ def report(copy: Copy, writer: Writer, interruptions: int, seconds: float) -> No
             inside += 1
     missed = sum(sizes.values())
     fetched = sum(sizes[change] * count for change, count in seen.items())
-    print(
-        f"\n{interruptions} interruptions in {seconds:.0f} s, {writer.writes} writes, {rollbacks} rollbacks,"
+    assert rollbacks > 0
+    assert inside > 0
+    assert fetched <= missed + interruptions * OVERLAP
+    assert fetched <= 2 * missed
+    return (
+        f"{interruptions} interruptions in {seconds:.0f} s, {writer.writes} writes, {rollbacks} rollbacks,"
         f" {inside} cuts inside a snapshot:"
         f" missed {missed / 1e6:.2f} MB, fetched {fetched / 1e6:.2f} MB"
         f" ({(fetched - missed) / interruptions / 1e3:.1f} kB again for each interruption),"
         f" {received / 1e6:.2f} MB on the wire"
     )
-    assert rollbacks > 0
-    assert inside > 0
-    assert fetched <= missed + interruptions * OVERLAP
-    assert fetched <= 2 * missed
