@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 CITIES = ("Amsterdam", "Bogota", "Cairo", "Dakar", "Edinburgh", "Fukuoka", "Gdansk", "Hanoi")
-FIRST = ("Ada", "Barbara", "Claude", "Donald", "Edsger", "Frances", "Grace", "Hedy", "Ida", "John")
+FIRST = ("Ada", "Barbara", "Charles", "Donald", "Edsger", "Frances", "Grace", "Hedy", "Ida", "John")
 LAST = ("Allen", "Byron", "Dijkstra", "Hopper", "Knuth", "Lamarr", "Liskov", "Rhodes", "Shannon", "Turing")
 GOODS = {
     "teapot": 2450,

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import pyarrow as pa
 
+from upper.client.bulk import change_schema
 from upper.client.positions import Known
 from upper.client.rules import Resume, Rollback, Trail, decide
 from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno, Version
-from upper.spark.columns import change_schema, signed
+from upper.spark.columns import signed
 from upper.spark.feed import Outlook
 
 

@@ -18,6 +18,7 @@ from upper.client.events import Deletion, Event, Expiration, Flush, Mutation, Ro
 from upper.client.follow import Follower, Wire
 from upper.client.url import Node
 from upper.errors import RemoteProtocolError
+from upper.kernel.arrow import schema as change_schema
 from upper.model import messages
 from upper.model.messages import FailoverLogAnswer, Message, SnapshotEnd, SnapshotMarker, StreamAccepted
 from upper.model.values import Partition, Seqno
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 STREAM_END, SNAPSHOT_START, SNAPSHOT_END, FLUSH, SET_STATE, NOOP = 0x53, 0x54, 0x55, 0x59, 0x5A, 0x5C
 SEQNO_ADVANCED = 0x64
 AFTER_CHANGES = (STREAM_END, FLUSH, SET_STATE, SEQNO_ADVANCED)  # what a lane hears after its changes
+
+__all__ = ["Columns", "change_schema", "record_of"]
 
 
 class Columns:
@@ -125,17 +128,15 @@ class Columns:
         """A flush or a rollback as a batch of one row."""
         import pyarrow as pa
 
-        from upper.kernel.arrow import schema
-
         values: dict[str, object] = {
             "partition": event.partition,
             "seqno": event.seqno,
             "branch": _signed(event.branch or 0),
             "operation": event.operation,
         }
-        arrays = [pa.array([values.get(field.name)], type=field.type) for field in schema()]
+        arrays = [pa.array([values.get(field.name)], type=field.type) for field in change_schema()]
         self.rows += 1
-        return pa.RecordBatch.from_arrays(arrays, schema=schema())
+        return pa.RecordBatch.from_arrays(arrays, schema=change_schema())
 
     def _decoded(self, data: bytes, start: int, end: int) -> Iterator[pyarrow.RecordBatch]:
         batch = kernel.to_arrow(data, start, end, self._branches)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 
+from upper.client.bulk import change_schema
 from upper.errors import InvalidArguments
 from upper.model.values import BranchId, Seqno
 
@@ -26,27 +26,6 @@ OPERATIONS = (MUTATION, DELETION, EXPIRATION, FLUSH, ROLLBACK)
 
 Form: TypeAlias = Literal["binary", "string", "json"]
 FORMS: tuple[Form, ...] = ("binary", "string", "json")
-
-
-@cache
-def change_schema() -> pa.Schema:
-    """The columns of a change in Arrow; all nullable, as Spark wants them."""
-    return pa.schema(
-        [
-            ("partition", pa.int32()),
-            ("seqno", pa.int64()),
-            ("branch", pa.int64()),
-            ("operation", pa.string()),
-            ("key", pa.binary()),
-            ("value", pa.binary()),
-            ("revision", pa.int64()),
-            ("cas", pa.int64()),
-            ("flags", pa.int32()),
-            ("expiration", pa.int32()),
-            ("lock_time", pa.int32()),
-            ("changed_at", pa.timestamp("us", tz="UTC")),
-        ]
-    )
 
 
 def signed(branch: int) -> int:

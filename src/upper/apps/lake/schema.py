@@ -17,9 +17,9 @@ from functools import cache
 
 import pyarrow as pa
 
+from upper.client.bulk import change_schema
 from upper.errors import WrongVersion
 from upper.model.values import Partition
-from upper.spark.columns import change_schema
 
 VERSION = 1
 CHANGES, LATEST, LOST = "changes", "latest", "lost"
