@@ -142,11 +142,8 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
         large = sync_of(directory / "big", running, runner)
         began = time.perf_counter()
         large.round()
-        loaded = time.perf_counter() - began
         large.refresh()
         whole = time.perf_counter() - began
-        yield Row(name="sync of `changes` alone", value=items / loaded, unit="rows/s", ratio=sunk / loaded,
-                  against="Spark's Parquet sink")  # fmt: skip
         yield Row(
             name="sync --once, `latest` included",
             value=items / whole,
