@@ -83,18 +83,20 @@ def latency(rows: Rows) -> Any:
     axes = figure.add_subplot()
     for row in lines:
         label = row["name"].rpartition(",")[0]
-        places = [(nines(quantile), value) for quantile, value in row["points"] if quantile < 100]
+        # Some say 99, some 0.99; nobody means a quantile of one per cent.
+        shares = [(q / 100 if q > 1 else q, value) for q, value in row["points"]]
+        places = [(nines(share), value) for share, value in shares if share < 1]
         axes.plot(*zip(*places, strict=True), marker="o", markersize=3.5, label=label)
-    marks = (50, 90, 99, 99.9)
-    axes.set_xticks([nines(mark) for mark in marks], [f"p{mark:g}" for mark in marks])
+    marks = (0.5, 0.9, 0.99, 0.999)
+    axes.set_xticks([nines(mark) for mark in marks], [f"p{100 * mark:g}" for mark in marks])
     axes.set_yscale("log")
     axes.set_ylabel("milliseconds")
     axes.legend(fontsize=7.5, frameon=False)
     return figure
 
 
-def nines(quantile: float) -> float:
-    return -math.log10(1 - quantile / 100)
+def nines(share: float) -> float:
+    return -math.log10(1 - share)
 
 
 def growth(rows: Rows) -> Any:
@@ -129,7 +131,15 @@ def growth(rows: Rows) -> Any:
 
 def short(value: float) -> str:
     """A number of at most three digits and its unit of thousands."""
-    for factor, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")):
+    for factor, letter in (
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+        (1.0, ""),
+        (1e-3, "m"),
+        (1e-6, "µ"),
+        (1e-9, "n"),
+    ):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{letter}"
     return f"{value:.1g}"
