@@ -116,15 +116,46 @@ def test_progress_is_silent_where_nobody_looks() -> None:
     assert (stdout.getvalue(), stderr.getvalue()) == ("", "")
 
 
-def test_progress_is_drawn_on_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_progress_is_drawn_on_a_terminal_and_is_gone_afterwards() -> None:
+    stdout, stderr = io.StringIO(), Terminal()
+    with Output(stdout=stdout, stderr=stderr).progress("loading", total=2000) as bar:
+        bar.advance(1500)
+    drawn = stderr.getvalue()
+    assert "loading" in drawn
+    assert "1,500 of 2,000" in drawn
+    assert drawn.endswith("\x1b[2K"), "the line is erased"
+    assert stdout.getvalue() == ""
+
+
+def test_progress_without_a_known_end_shows_what_is_done_until_the_end_is_known() -> None:
     stderr = Terminal()
-    with Output(stderr=stderr).progress("loading", total=2) as bar:
-        bar.advance(2)
-    assert "loading" in stderr.getvalue()
+    with Output(stderr=stderr).progress("reading") as bar:
+        bar.reached(70)
+        assert " of " not in stderr.getvalue()
+        bar.reached(80, total=90)
+        bar.advance()
+    assert "81 of 90" in stderr.getvalue()
+
+
+def test_answers_on_the_same_terminal_are_progress_enough() -> None:
+    same, elsewhere = Terminal(), Terminal()
+    with Output(stdout=Terminal(), stderr=same).progress("reading", answering=True) as bar:
+        bar.advance()
+    assert same.getvalue() == ""
+    with Output(stdout=io.StringIO(), stderr=elsewhere).progress("reading", answering=True) as bar:
+        bar.advance()
+    assert "reading" in elsewhere.getvalue()
+
+
+def test_a_bar_moves_with_each_item_and_takes_its_length_from_them() -> None:
+    stderr = Terminal()
+    assert list(Output(stderr=stderr).each("checking", [7, 8, 9])) == [7, 8, 9]
+    assert "3 of 3" in stderr.getvalue()
 
 
 JSON = st.recursive(

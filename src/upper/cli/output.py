@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, TypeVar
+
+T = TypeVar("T")
 
 
 class ExitCode(IntEnum):
@@ -31,13 +33,20 @@ class ExitCode(IntEnum):
 
 
 class Progress(Protocol):
-    """What a verb may do with a progress bar, whether or not there is one to see."""
+    """What a verb may do with a progress bar, whether or not there is one to see. Cheap to call often."""
 
-    def advance(self, steps: int = 1) -> None: ...
+    def advance(self, steps: int = 1) -> None:
+        """So much more is done."""
+
+    def reached(self, done: int, total: int | None = None) -> None:
+        """So much is done altogether, of so much where that is known only now."""
 
 
 class _Unseen:
     def advance(self, steps: int = 1) -> None:
+        pass
+
+    def reached(self, done: int, total: int | None = None) -> None:
         pass
 
 
@@ -95,22 +104,30 @@ class Output:
         return self._stderr.isatty()
 
     @contextmanager
-    def progress(self, what: str, total: int | None = None) -> Iterator[Progress]:
-        """A bar on the terminal while the block runs; nothing at all where nobody looks."""
-        if not self.watched:
+    def progress(self, what: str, total: int | None = None, *, answering: bool = False) -> Iterator[Progress]:
+        """A bar on the terminal while the block runs; nothing at all where nobody looks.
+
+        `answering`: answers are shown meanwhile. On the same terminal they are progress enough, and a bar
+        would run into them, so there is one only where they go elsewhere.
+        """
+        if not self.watched or (answering and self._stdout.isatty()):
             yield _Unseen()
             return
-        from rich.console import Console
-        from rich.progress import Progress as Bars
+        from upper.cli.bar import bar
 
-        with Bars(console=Console(file=self._stderr), transient=True) as bars:
-            task = bars.add_task(what, total=total)
+        with bar(what, total, self._stderr) as seen:
+            yield seen
 
-            class Seen:
-                def advance(self, steps: int = 1) -> None:
-                    bars.advance(task, steps)
-
-            yield Seen()
+    def each(
+        self, what: str, items: Iterable[T], total: int | None = None, *, answering: bool = False
+    ) -> Iterator[T]:
+        """The items, with a bar that moves a step with each."""
+        if total is None and isinstance(items, Sized):
+            total = len(items)
+        with self.progress(what, total, answering=answering) as progress:
+            for item in items:
+                yield item
+                progress.advance()
 
     def _line(self, text: str) -> None:
         # Flushed each time: whoever follows a stream through a pipe wants the line when it happens.

@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace, out: Output) -> ExitCode:
     with reach(args, "upper promote") as bucket:
         before = bucket.seqnos()
-        made = [bucket.promote(partition, to=args.to) for partition in args.partitions]
+        made = [bucket.promote(partition, to=args.to) for partition in out.each("promoting", args.partitions)]
     out.show(
         [
             {
