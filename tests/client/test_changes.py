@@ -193,6 +193,29 @@ def test_less_than_everything_is_less_and_still_moves_on(bucket: Bucket) -> None
     assert {row["partition"] for row in some} == {3, 5}
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_an_end_inside_a_filtered_snapshot_is_no_place_to_come_back_to(node: Node, bulk: bool) -> None:
+    """What was overwritten later is not shown; if history then goes back to before that, it must be."""
+    with upper.connect(node.url) as bucket:
+        ours, other = (
+            next(name for n in range(100) if bucket.partition_of(name := f"{prefix}{n}") == 2)
+            for prefix in "ab"
+        )
+        bucket.set(ours, "first")
+        bucket.set(other, "x")
+        until = bucket.seqnos()
+        bucket.set(ours, "second")
+        follow = bucket.changes_arrow if bulk else bucket.changes
+        wanted: dict[str, Any] = {"partitions": [2], "key_prefix": "a", "on_rollback": "continue"}
+        cut = follow(until=until, **wanted)
+        assert list(cut) == []
+        bucket.promote(2, to=until[Partition(2)])
+        assert bucket.get(ours).value == b"first"
+        found = list(follow(since=cut.positions, until="now", **wanted))
+        shown = found[0].column("value")[0].as_py() if bulk else found[0].value
+        assert shown == b"first"
+
+
 def test_nonsense_is_refused_with_a_sentence(bucket: Bucket) -> None:
     for wanted, sentence in (
         ({"partitions": [16]}, "0 to 15"),

@@ -12,6 +12,7 @@ from upper.model.messages import (
     EndReason,
     FailoverLogRequest,
     Mutation,
+    SeqnoAdvanced,
     SnapshotEnd,
     SnapshotMarker,
     StreamEnd,
@@ -179,15 +180,18 @@ def test_a_branch_between_the_log_and_the_stream_is_noticed_and_the_connection_d
     assert request.start == 3
 
 
-def test_a_filtered_stream_that_ends_has_seen_everything_up_to_its_end() -> None:
-    lane = Lane(P, known(3), until=Seqno(20), filtered=True)
+def test_a_stream_that_leaves_things_out_says_how_far_it_went_or_we_stand_where_we_stood() -> None:
+    """The last snapshot may have been cut, with nothing in it for us: the bucket was never at its end."""
+    lane = Lane(P, known(3), until=Seqno(20))
     flowing(lane, log((A, 0)))
-    for message in (SnapshotMarker(partition=P), change(5), SnapshotEnd(partition=P)):
+    for message in (SnapshotMarker(partition=P), change(5), SeqnoAdvanced(partition=P, seqno=Seqno(12))):
         lane.on(message)
-    (end,) = lane.on(StreamEnd(partition=P))
+    (end,) = lane.on(SnapshotEnd(partition=P))
     assert isinstance(end, events.SnapshotEnd)
-    assert end.seqno == 20
+    assert end.seqno == 12
+    assert lane.on(StreamEnd(partition=P)) == []
     assert lane.stage is Stage.DONE
+    assert lane.known.ends == (3, 12)
 
 
 def test_an_end_inside_a_snapshot_is_an_end_but_no_place_to_keep() -> None:

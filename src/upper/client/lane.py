@@ -69,7 +69,6 @@ class Lane:
         *,
         until: Seqno | None = None,
         flags: StreamFlag = StreamFlag.NONE,
-        filtered: bool = False,
         log_apart: bool = False,
         name: bytes = b"",
     ) -> None:
@@ -78,7 +77,6 @@ class Lane:
         self.stream = ConsumerStream(known.trail())
         self.stage = Stage.RESTING
         self.until = until
-        self.filtered = filtered
         self.log: FailoverLog | None = None  # of the answer that came last
         self.ended: EndReason | None = None
         self._flags, self._log_apart, self._name = flags, log_apart, name
@@ -237,6 +235,7 @@ class Lane:
 
     def _over(self, message: StreamMessage, reason: EndReason) -> Effects:
         assert isinstance(message, StreamEnd)
+        # Where it ended says nothing about where we stand: a snapshot that was cut leaves us where we were.
         self.stage, self.ended = Stage.RESTING, reason
         if reason == EndReason.OK and self.until is not None:
             self.stage = Stage.DONE
@@ -244,11 +243,6 @@ class Lane:
             if self._settling and stream.seqno != stream.consistent_at:
                 stream.trail.reached(stream.seqno)
                 return [self._snapshot_end(stream.seqno)]
-            if self.filtered and stream.consistent_at == stream.seqno < self.until:
-                # What lay between was filtered out: having heard of all of it is having seen it.
-                stream.trail.reached(self.until)
-                stream.seqno = self.until
-                return [self._snapshot_end(self.until)]
         if reason == EndReason.STATE_CHANGED:
             return [self._state_change(None)]
         return []

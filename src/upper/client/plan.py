@@ -110,14 +110,12 @@ def plan(
         flags |= StreamFlag.WHOLE_SNAPSHOTS
     if wanted.at_most_now:
         flags |= StreamFlag.UNTIL_NOW
-    filtered = bool(wanted.key_prefix) or wanted.operations is not None
     lanes = [
         Lane(
             partition,
             begins.known(partition),
             until=None if until is None else until[partition],
             flags=flags,
-            filtered=filtered,
             log_apart=spoken is UPR0,
         )
         for partition in partitions
