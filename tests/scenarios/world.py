@@ -31,6 +31,7 @@ from upper.model.messages import (
     Mutation,
     Refusal,
     RollbackRequired,
+    SeqnoAdvanced,
     SnapshotEnd,
     SnapshotMarker,
     StreamAccepted,
@@ -108,6 +109,7 @@ class Stream:
     until: Seqno
     whole: bool
     told: Seqno  # the last seqno that the consumer knows of
+    prefix: bytes = b""  # of the keys that it wants
     open: bool = True
 
 
@@ -119,6 +121,7 @@ class Session:
         self.streams: list[Stream] = []
         self._rest = b""
         self.acknowledged = 0
+        self.prefix = b""
 
     def receive(self, data: bytes) -> None:
         data, at = self._rest + data, 0
@@ -133,15 +136,21 @@ class Session:
     def on(self, message: Message) -> None:
         match message:
             case Control():
+                if message.name == b"filter.key.prefix":
+                    self.prefix = message.setting
                 self.say(Acknowledged(opcode=0x5E, opaque=message.opaque))
             case BufferAck():
                 self.acknowledged += message.size
             case FailoverLogRequest():
+                self.world.ambush(self.wire, message.partition)
                 if (shard := self.mine(message.partition, message.opaque, 0x51)) is not None:
                     self.say(FailoverLogAnswer(opaque=message.opaque, versions=shard.log.versions))
+                self.world.ambush(self.wire, message.partition)
             case StreamRequest():
+                self.world.ambush(self.wire, message.partition)
                 if (shard := self.mine(message.partition, message.opaque, 0x50)) is not None:
                     self.open(shard, message)
+                self.world.ambush(self.wire, message.partition)
             case _:
                 assert isinstance(message, Acknowledged), message
 
@@ -169,13 +178,17 @@ class Session:
                 end = request.end
                 if request.flags & StreamFlag.UNTIL_NOW:
                     end = min(end, max(shard.high, request.start))
-                stream = Stream(shard, self, request.opaque, request.start, end, whole, request.start)
+                stream = Stream(
+                    shard, self, request.opaque, request.start, end, whole, request.start, self.prefix
+                )
                 shard.streams.append(stream)
                 self.streams.append(stream)
                 self.say(StreamStart(partition=shard.id, opaque=request.opaque))
                 self.world.pump(stream)
 
     def say(self, *messages: Message) -> None:
+        if not self.wire.alive:
+            return
         self.wire.to_client(b"".join(UPR.encode(message) for message in messages))
 
 
@@ -227,6 +240,7 @@ class World:
     node_count: int = 2
     keys: int = 6
     pieces: tuple[int, ...] = (1, 24, 100, 1 << 20)  # bytes that arrive together
+    malice: float = 0.0  # how often something happens in the middle of a handshake
     random: Random = field(init=False)
     now: float = 0.0
 
@@ -243,7 +257,9 @@ class World:
         self.up = [True] * self.node_count
         self.wires: list[Wire] = []
         self.revision = 1
-        self.counts = dict.fromkeys(("writes", "rollbacks", "cuts", "failovers", "crashes", "flushes"), 0)
+        self.counts = dict.fromkeys(
+            ("writes", "rollbacks", "cuts", "failovers", "crashes", "flushes", "moves", "ambushes"), 0
+        )
 
     # ── Time ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +306,8 @@ class World:
         if shard.owner is None or not self.up[shard.owner]:
             return
         self.counts["writes"] += 1
-        key = b"k%d" % self.random.randrange(self.keys)
+        number = self.random.randrange(self.keys)
+        key = (b"a%d" if number % 2 else b"b%d") % number
         gone = self.random.random() < 0.25
         if gone and key not in shard.items():
             gone = False
@@ -347,11 +364,14 @@ class World:
                 closes, upto = False, stream.until
             said: list[Message] = [SnapshotMarker(**of)]  # type: ignore[arg-type]
             for entry in changes:
-                if entry.seqno <= upto and entry.key is not None:
+                if entry.seqno <= upto and entry.key is not None and entry.key.startswith(stream.prefix):
                     kind = Deletion if entry.value is None else Mutation
                     value = entry.value or b""
                     said.append(kind(key=entry.key, value=value, seqno=entry.seqno, **of))  # type: ignore[arg-type]
                     stream.told = entry.seqno
+            if stream.prefix and closes and stream.told < upto:
+                said.append(SeqnoAdvanced(seqno=upto, **of))  # type: ignore[arg-type]
+                stream.told = upto
             if len(said) > 1 or closes:
                 session.say(*said, *([SnapshotEnd(**of)] if closes else []))  # type: ignore[arg-type]
             stream.sent = high
@@ -383,6 +403,33 @@ class World:
         shard.go_back(to, BranchId(next(self._fresh)))
         shard.owner = self.random.choice([n for n in range(self.node_count) if self.up[n]])
         self.revision += 1
+
+    def move(self, partition: Partition) -> None:
+        """Another node takes the partition over with everything in it, as in a rebalance: no new branch."""
+        shard = self.shards[partition]
+        self.counts["moves"] += 1
+        for stream in list(shard.streams):
+            self.end(stream, EndReason.STATE_CHANGED)
+        shard.owner = self.random.choice([n for n in range(self.node_count) if self.up[n]])
+        self.revision += 1
+
+    def ambush(self, wire: Wire, partition: Partition) -> None:
+        """Something happens between two messages of a handshake."""
+        random, shard = self.random, self.shards[partition]
+        if random.random() >= self.malice or shard.owner is None:
+            return
+        self.counts["ambushes"] += 1
+        match random.randrange(6):
+            case 0:
+                wire.cut()
+            case 1 | 2:
+                self.fail_over(partition, lose=random.choice((0, 1, 2, 5)))
+            case 3:
+                self.move(partition)
+            case 4:
+                self.flush(partition)
+            case _:
+                self.purge(partition)
 
     def kill(self, node: int) -> None:
         """The node is gone, with what it had not replicated; others take over, sooner or later."""
