@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.wire.samples import PRINTED, Vector, vectors
-from upper.errors import RemoteProtocolError
+from upper.errors import RemoteProtocolError, ReservedBits
 from upper.model.messages import (
     EndReason,
     FailoverLogAnswer,
@@ -191,13 +191,23 @@ def test_tap_flags_are_read_from_eight_bytes_as_well() -> None:
 
 
 def test_a_dcp_marker_of_each_version_keeps_what_it_says() -> None:
-    third = DCP.decode(named("dcp", "snapshot_marker_v2_2"))
-    assert isinstance(third, SnapshotMarker)
-    assert (third.start, third.end, third.kind, third.max_visible, third.high_completed) == (1, 9, 2, 8, 7)
-    assert (third.high_prepared, third.purged, third.timestamp) == (6, 5, None)
-    first = DCP.decode(named("dcp", "snapshot_marker_v1"))
-    assert isinstance(first, SnapshotMarker)
-    assert first.max_visible is None
+    for version, said in (
+        ("v1", (1, 9, 1, None, None, None, None)),
+        ("v2_0", (1, 9, 2, 8, 7, None, None)),
+        ("v2_2", (1, 9, 2, 8, 7, None, 5)),
+        ("v2_2_with_prepared", (1, 9, 2, 8, 7, 6, 5)),
+    ):
+        marker = DCP.decode(named("dcp", f"snapshot_marker_{version}"))
+        assert isinstance(marker, SnapshotMarker)
+        known = (marker.max_visible, marker.high_completed, marker.high_prepared, marker.purged)
+        assert (marker.start, marker.end, marker.kind, *known) == said
+
+
+def test_a_dcp_marker_of_an_unknown_version_is_refused_at_its_byte() -> None:
+    packet = bytearray(named("dcp", "snapshot_marker_v2_2"))
+    packet[24] = 1
+    with pytest.raises(ReservedBits, match="byte 24: version 1"):
+        DCP.decode(bytes(packet))
 
 
 def test_extended_metadata_is_not_part_of_the_value() -> None:

@@ -318,7 +318,6 @@ class SnapshotMarker:
     # What later versions of the DCP marker add.
     high_completed: Seqno | None = None
     max_visible: Seqno | None = None
-    timestamp: int | None = None
     high_prepared: Seqno | None = None
     purged: Seqno | None = None
 

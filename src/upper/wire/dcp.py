@@ -33,17 +33,22 @@ from upper.model.messages import (
     SystemEvent,
 )
 from upper.wire.codes import DCP_END_REASONS, DCP_STREAM_FLAGS, STATES, Side, Status
-from upper.wire.content import Fixed, may, must
+from upper.wire.content import NOTHING, Fixed, may, must
 from upper.wire.kv import refusals
 from upper.wire.packet import RESPONSE, Layout, const, pad, skip, u8, u16, u32, u64
 from upper.wire.table import Row
-from upper.wire.upr import LOG, UPR, acknowledgements
+from upper.wire.upr import DELETION, LOG, UPR, acknowledgements
 
 META = u16("meta_size", counts="extended")
+WITH_METADATA = {"value": may("value"), "tail": "extended"}
 BOUNDS = Layout(u64("start"), u64("end"), u32("kind"))
 BOUNDS_2_0 = BOUNDS.then(u64("max_visible"), u64("high_completed"))
-BOUNDS_2_1 = BOUNDS_2_0.then(u64("timestamp"))
-BOUNDS_2_2 = BOUNDS_2_0.then(u64("high_prepared"), u64("purged"))
+# Version 2.2 began with the purge seqno alone; later servers also tell how far they had prepared, and the
+# length tells the two forms apart. That the prepared seqno then stands first is not confirmed: it is the
+# order in which Couchbase's source names them. Version 2.1 was withdrawn.
+BOUNDS_2_2 = BOUNDS_2_0.then(u64("purged"))
+BOUNDS_2_2_LATER = BOUNDS_2_0.then(u64("high_prepared"), u64("purged"))
+MARKERS = ((0, BOUNDS_2_0), (2, BOUNDS_2_2), (2, BOUNDS_2_2_LATER))
 
 ANSWERED = (0x50, 0x52, 0x56, 0x57, 0x58, 0x59, 0x5A, 0x5B, 0x5C, 0x5D, 0x5E, 0x5F)
 
@@ -62,19 +67,6 @@ class Range:
 
     def to_model(self, found: dict[str, Any], *, at: int) -> dict[str, Any]:
         return found | {"high_seqno": None}
-
-
-def change(message: type[Any], name: str, opcode: int, extras: Layout, *, meta: bool) -> Row:
-    return Row(
-        name=name,
-        message=message,
-        opcode=opcode,
-        by=Side.SERVER,
-        extras=extras,
-        key=must("key"),
-        value=may("value"),
-        tail="extended" if meta else None,
-    )
 
 
 def kept(name: str, opcode: int) -> Row:
@@ -105,12 +97,10 @@ DCP = UPR.but(
         AddStream: Row(
             name="add_stream", message=AddStream, opcode=0x51, by=Side.CLIENT, extras=Layout(u32("flags"))
         ),
-        StopStream: Row(name="close_stream", message=StopStream, opcode=0x52, by=Side.CLIENT),
-        StreamRequest: Row(
-            name="stream_request",
-            message=StreamRequest,
-            opcode=0x53,
-            by=Side.CLIENT,
+        StopStream: UPR.moved(StopStream, 0x52, name="close_stream", accepts=()),
+        StreamRequest: UPR.moved(
+            StreamRequest,
+            0x53,
             extras=Layout(
                 u32("flags", DCP_STREAM_FLAGS),
                 pad(4),
@@ -120,6 +110,7 @@ DCP = UPR.but(
                 u64("snapshot_start"),
                 u64("snapshot_end"),
             ),
+            key=NOTHING,
             value=may("filter"),
             adapter=Range(),
         ),
@@ -132,75 +123,39 @@ DCP = UPR.but(
             status=Status.ROLLBACK,
             value=Fixed(Layout(u64("seqno"))),
         ),
-        StreamAccepted: Row(
-            name="stream_request_ok",
-            message=StreamAccepted,
-            opcode=0x53,
-            magic=RESPONSE,
-            by=Side.SERVER,
-            status=0,
-            value=LOG,
-        ),
-        FailoverLogRequest: Row(
-            name="failover_log_request", message=FailoverLogRequest, opcode=0x54, by=Side.CLIENT
-        ),
-        FailoverLogAnswer: Row(
-            name="failover_log_response",
-            message=FailoverLogAnswer,
-            opcode=0x54,
-            magic=RESPONSE,
-            by=Side.SERVER,
-            status=0,
-            value=LOG,
-        ),
-        StreamEnd: Row(
-            name="stream_end",
-            message=StreamEnd,
-            opcode=0x55,
-            by=Side.SERVER,
-            extras=Layout(u32("reason", DCP_END_REASONS)),
-        ),
+        StreamAccepted: UPR.moved(StreamAccepted, 0x53, value=LOG),
+        FailoverLogRequest: UPR.moved(FailoverLogRequest, 0x54),
+        FailoverLogAnswer: UPR.moved(FailoverLogAnswer, 0x54),
+        StreamEnd: UPR.moved(StreamEnd, 0x55, extras=Layout(u32("reason", DCP_END_REASONS))),
         SnapshotMarker: [
-            Row(
-                name="snapshot_marker",
-                message=SnapshotMarker,
-                opcode=0x56,
-                by=Side.SERVER,
-                extras=BOUNDS,
-            ),
+            *UPR.moved(SnapshotMarker, 0x56, name="snapshot_marker", extras=BOUNDS),
             *(
-                Row(
+                row
+                for number, bounds in MARKERS
+                for row in UPR.moved(
+                    SnapshotMarker,
+                    0x56,
                     name="snapshot_marker",
-                    message=SnapshotMarker,
-                    opcode=0x56,
-                    by=Side.SERVER,
                     extras=Layout(const("version", number)),
                     value=Fixed(bounds),
                 )
-                for number, bounds in ((0, BOUNDS_2_0), (1, BOUNDS_2_1), (2, BOUNDS_2_2))
             ),
         ],
-        Mutation: change(Mutation, "mutation", 0x57, UPR.layout(Mutation).then(META, u8("nru")), meta=True),
+        Mutation: UPR.moved(
+            Mutation, 0x57, extras=UPR.layout(Mutation).then(META, u8("nru")), tail="extended"
+        ),
         # Deletions told their metadata at first, and since 5.0 when they happened. The last byte of
         # the second form is a length that collections never came to use.
         Deletion: [
-            change(Deletion, "deletion", 0x58, UPR.layout(Deletion).then(META), meta=True),
-            change(
-                Deletion, "deletion", 0x58, UPR.layout(Deletion).then(u32("deleted_at"), pad(1)), meta=False
-            ),
+            *UPR.moved(Deletion, 0x58, extras=DELETION.then(META), **WITH_METADATA),
+            *UPR.moved(Deletion, 0x58, extras=DELETION.then(u32("deleted_at"), pad(1)), value=may("value")),
         ],
         Expiration: [
-            change(Expiration, "expiration", 0x59, UPR.layout(Deletion).then(META), meta=True),
-            change(Expiration, "expiration", 0x59, UPR.layout(Deletion).then(u32("deleted_at")), meta=False),
+            *UPR.moved(Expiration, 0x59, extras=DELETION.then(META), **WITH_METADATA),
+            *UPR.moved(Expiration, 0x59, extras=DELETION.then(u32("deleted_at")), value=may("value")),
         ],
-        Flush: Row(name="flush", message=Flush, opcode=0x5A, by=Side.SERVER),
-        SetState: Row(
-            name="set_vbucket_state",
-            message=SetState,
-            opcode=0x5B,
-            by=Side.SERVER,
-            extras=Layout(u8("state", STATES)),
-        ),
+        Flush: UPR.moved(Flush, 0x5A),
+        SetState: UPR.moved(SetState, 0x5B, extras=Layout(u8("state", STATES))),
         SystemEvent: Row(
             name="system_event",
             message=SystemEvent,

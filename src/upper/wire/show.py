@@ -47,6 +47,7 @@ class Picture:
     head: Header
     names_partition: bool
     extras: dict[str, int]
+    typed: dict[str, int]  # what the data-type byte says beyond the name
     key: bytes
     value: bytes
     lines: tuple[Line, ...]
@@ -58,11 +59,10 @@ class Picture:
             "name": self.name,
             "magic": self.head.magic,
             "opcode": self.head.opcode,
-            "data_type": self.head.data_type,
             "vbucket" if self.names_partition else "status": self.head.vbucket,
             "opaque": self.head.opaque,
             "cas": self.head.cas,
-            "extras": self.extras,
+            "extras": self.extras | self.typed,
             "key": self.key,
             "value": self.value,
         }
@@ -155,10 +155,18 @@ def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
         head=head,
         names_partition=bool(row.vbucket),
         extras=extras,
+        typed=_typed(row, head),
         key=packet[key_at:value_at],
         value=packet[value_at:],
         lines=tuple(lines),
     )
+
+
+def _typed(row: Row, head: Header) -> dict[str, int]:
+    """In UPR/0 the byte is a sub-type, which the name of the packet tells already, or a reason."""
+    if isinstance(row.data_type, Field):
+        return {row.data_type.name: head.data_type}
+    return {"data_type": head.data_type} if row.data_type is None and head.data_type else {}
 
 
 def _header_lines(row: Row, head: Header) -> Iterator[Line]:

@@ -9,7 +9,7 @@ one that came closest explains why not, and at which byte.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, cast
 
 from upper.errors import BadLength, LocalProtocolError, ProtocolError, ReservedBits, Truncated, UnknownOpcode
@@ -306,6 +306,10 @@ class Dialect:
         """A dialect that differs from this one: rows that replace, rows that are new, () for none."""
         kept = {message: rows for message, rows in self.rows.items() if message not in changes}
         return Dialect(name, {**changes, **kept}, stranger=self._stranger)
+
+    def moved(self, message: type[Any], opcode: int, **different: Any) -> tuple[Row, ...]:
+        """The rows of a message at another opcode, and with whatever else is different there."""
+        return tuple(replace(row, opcode=opcode, **different) for row in self.rows[message])
 
     def all_rows(self) -> Iterable[Row]:
         for rows in self.rows.values():
