@@ -29,7 +29,8 @@ from upper.wire.upr import UPR
 if TYPE_CHECKING:
     import pyarrow
 
-STREAM_END, SNAPSHOT_START, SNAPSHOT_END, FLUSH, SET_STATE, NOOP = 0x53, 0x54, 0x55, 0x59, 0x5A, 0x5C
+STREAM_REQUEST, STREAM_END, SNAPSHOT_START, SNAPSHOT_END = 0x50, 0x53, 0x54, 0x55
+FLUSH, SET_STATE, NOOP = 0x59, 0x5A, 0x5C
 SEQNO_ADVANCED = 0x64
 AFTER_CHANGES = (STREAM_END, FLUSH, SET_STATE, SEQNO_ADVANCED)  # what a lane hears after its changes
 
@@ -63,9 +64,9 @@ class Columns:
         data = wire.frames.collect(data)
         end, _, others = kernel.scan(data, 0, self._seqnos)
         self.settled = False
-        by_parts = _returns(data, others)
+        by_parts = self._by_parts(data, others)
         if by_parts:
-            # A stream begins a second snapshot in here: where its first one ended is known only by stopping.
+            # Where a lane stood at a message in here is known only by stopping there.
             self._seqnos = array("Q", bytes(8 * len(self._seqnos)))
         answers = 0
         start = at = 0  # rows from `start` on have not been yielded; the lanes know of everything before `at`
@@ -87,6 +88,9 @@ class Columns:
                 if other > start:
                     yield from self._decoded(data, start, other)
                 start = at
+                if by_parts and isinstance(message, StreamAccepted):
+                    # It may cost us the connection: then everybody stands where they stand now.
+                    self._move_inside()
             if magic == REQUEST and opcode in AFTER_CHANGES and opaque < len(self._seqnos):
                 self._move(Partition(opaque))
             told = follower.on_message(node, message, now)
@@ -107,11 +111,35 @@ class Columns:
                 kernel.scan(view[:end], at, self._seqnos)
             wire.frames.streamed(end - answers)
             wire.frames.keep(data, end)
-        for partition in self._inside:
-            self._move(partition)  # should the connection end here, this is where we stand
+        self._move_inside()  # should the connection end here, this is where we stand
         if end > start:
             yield from self._decoded(data, start, end)
         self.settled = True
+
+    def _by_parts(self, data: bytes, others: list[int]) -> bool:
+        """Whether changes may stand on both sides of a message that they must be told apart by."""
+        seen: set[bytes] = set()
+        for other in others:
+            opcode, opaque = data[other + 1], data[other + 12 : other + 16]
+            if data[other] != REQUEST:
+                if opcode == STREAM_REQUEST and self._inside:
+                    # Of a lane inside a snapshot: if the history has branched, nothing after this counts.
+                    lane = self._follower.lanes.get(Partition(int.from_bytes(opaque, "big")))
+                    if lane is not None and lane.stream.seqno != lane.stream.consistent_at:
+                        return True
+            elif opcode == SNAPSHOT_START:
+                if opaque in seen:
+                    return True
+                seen.add(opaque)
+            elif opcode in (SNAPSHOT_END, STREAM_END, FLUSH):
+                seen.add(opaque)
+            elif opcode in (SET_STATE, SEQNO_ADVANCED):
+                return True
+        return False
+
+    def _move_inside(self) -> None:
+        for partition in self._inside:
+            self._move(partition)
 
     def _move(self, partition: Partition) -> None:
         """Tell a lane of the changes that the kernel has seen and it has not heard of."""
@@ -193,25 +221,6 @@ class Columns:
             data = b"".join(records)
             records.clear()
             yield from self._decoded(data, 0, len(data))
-
-
-def _returns(data: bytes, others: list[int]) -> bool:
-    """Whether changes of one stream stand on both sides of a message that they must be told apart by."""
-    seen: set[bytes] = set()
-    for other in others:
-        if data[other] != REQUEST:
-            continue
-        opcode = data[other + 1]
-        if opcode == SNAPSHOT_START:
-            opaque = data[other + 12 : other + 16]
-            if opaque in seen:
-                return True
-            seen.add(opaque)
-        elif opcode in (SNAPSHOT_END, STREAM_END, FLUSH):
-            seen.add(data[other + 12 : other + 16])
-        elif opcode in (SET_STATE, SEQNO_ADVANCED):
-            return True
-    return False
 
 
 def record_of(event: Event) -> bytes | None:

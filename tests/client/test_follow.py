@@ -1,0 +1,107 @@
+"""The follower without sockets: bytes in, events and bytes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from upper.client.bulk import Columns
+from upper.client.events import Rollback
+from upper.client.follow import Follower
+from upper.client.lane import Lane, Stage
+from upper.client.plan import Plan, Wanted
+from upper.client.positions import Known, Positions
+from upper.client.reader import Reader, Typed
+from upper.client.routes import Routes
+from upper.client.url import Node
+from upper.model.messages import (
+    FailoverLogAnswer,
+    Message,
+    Mutation,
+    SnapshotEnd,
+    SnapshotMarker,
+    StreamAccepted,
+    StreamStart,
+)
+from upper.model.values import BranchId, FailoverLog, Partition, Seqno, Version
+from upper.wire.upr import UPR
+
+NODE = Node("node0")
+P, Q = Partition(0), Partition(1)
+OLD = FailoverLog((Version(BranchId(10), Seqno(0)),))
+NEW = FailoverLog((Version(BranchId(20), Seqno(9)), *OLD.versions))
+
+
+def change(partition: Partition, seqno: int) -> Mutation:
+    return Mutation(key=b"k", value=b"v", seqno=Seqno(seqno), partition=partition, opaque=partition)
+
+
+def begin(partition: Partition, log: FailoverLog) -> list[Message]:
+    of: Any = {"partition": partition, "opaque": partition}
+    accepted = StreamAccepted(opaque=partition, versions=log.versions)
+    return [accepted, StreamStart(**of), SnapshotMarker(**of)]
+
+
+def places(items: list[Any]) -> list[tuple[int, int]]:
+    """Partition and seqno of each change, from events or batches."""
+    found = []
+    for item in items:
+        if isinstance(item, pa.RecordBatch):
+            found += [(row["partition"], row["seqno"]) for row in item.to_pylist()]
+        elif not isinstance(item, Rollback):
+            found.append((item.partition, item.seqno))
+    return found
+
+
+def taken(reader: Reader[Any], *messages: Message) -> list[Any]:
+    """What an application gets when these come together."""
+    reader.push(NODE, b"".join(UPR.encode(message) for message in messages), 2.0)
+    items = []
+    while (item := reader.next(2.0)) is not None:
+        items.append(item)
+    return items
+
+
+def cut_inside_a_snapshot(bulk: bool) -> tuple[Follower, Reader[Any]]:
+    """A follower that was cut off at 5, inside a snapshot that began after 3, and is connected again."""
+    lanes = [Lane(partition, Known(OLD, (Seqno(3),))) for partition in (P, Q)]
+    routes = Routes(nodes=(NODE,), owners=(0, 0), revision=1)
+    follower = Follower(lanes, routes, dialect=UPR, random=lambda: 0.5)
+    plan = Plan(follower, Positions({}, of=2))
+    wanted = Wanted(on_rollback="continue")
+    reader: Reader[Any] = Reader(plan, wanted, Columns(follower) if bulk else Typed(plan))
+    follower.opened(NODE, 0.0)
+    assert places(taken(reader, *begin(P, OLD), change(P, 5))) == [(0, 5)]
+    follower.failed(NODE, 1.0, "cut")
+    follower.opened(NODE, 2.0)
+    assert [lane.stage for lane in lanes] == [Stage.LOG, Stage.ASKING]
+    return follower, reader
+
+
+@pytest.mark.parametrize("bulk", [False, True], ids=["events", "columns"])
+def test_nothing_that_follows_a_claim_that_did_not_hold_is_delivered_and_nothing_before_it_is_lost(
+    bulk: bool,
+) -> None:
+    """The history branched between the log and the stream, and its changes are already on their way."""
+    follower, reader = cut_inside_a_snapshot(bulk)
+    items = taken(
+        reader,
+        FailoverLogAnswer(opaque=P, versions=OLD.versions),
+        *begin(Q, OLD),
+        change(Q, 4),
+        *begin(P, NEW),
+        change(P, 7),
+        change(Q, 6),
+        SnapshotEnd(partition=P, opaque=P),
+    )
+    assert places(items) == [(1, 4)]
+    (rollback,) = [item for item in items if isinstance(item, Rollback)]
+    assert (rollback.to, rollback.lost, rollback.branch) == (3, (3, 5), 20)
+    assert items[-1] is rollback
+    assert follower.wires == {}, "only a new connection is free of what was still to come"
+    assert follower.to_close() == [NODE]
+    ours, other = follower.lanes.values()
+    assert (ours.stage, ours.stream.seqno, ours.known.ends) == (Stage.BACK, 3, (3,))
+    assert (other.stage, other.stream.seqno, other.known.ends) == (Stage.RESTING, 4, (3,))
