@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -161,6 +163,29 @@ def test_a_call_waits_for_a_node_that_comes_back_in_time(node: Node) -> None:
         thread.start()
         bucket.set("a", "1")
         thread.join()
+
+
+def test_an_answer_that_comes_after_ctrl_c_is_nobody_elses(node: Node) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with upper.connect(node.url, timeout=30) as bucket:
+        bucket.set_many({"a": "of a", "b": "of b"})
+        before = signal.signal(signal.SIGALRM, interrupt)
+        os.kill(node.pid, signal.SIGSTOP)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                bucket.get("a")
+            found: list[bytes] = []
+            thread = threading.Thread(target=lambda: found.append(bucket.get("b").value))
+            thread.start()
+            thread.join(0.2)  # what it asks is on its way before the first answer is
+        finally:
+            signal.signal(signal.SIGALRM, before)
+            os.kill(node.pid, signal.SIGCONT)
+        thread.join(30)
+        assert found == [b"of b"]
 
 
 def test_nobody_there_is_said_at_once() -> None:

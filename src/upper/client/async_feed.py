@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import suppress
 from inspect import isawaitable
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -64,7 +63,12 @@ class Feed(Generic[T]):
         reader = self._made
         reader.asked_on(time.monotonic())
         while True:
-            item: T | Rollback | None = reader.next(time.monotonic())
+            try:
+                item: T | Rollback | None = reader.next(time.monotonic())
+            except BaseException:
+                # The place may be ahead of what was handed over, and going on would lose the difference.
+                await self.aclose()
+                raise
             if isinstance(item, Rollback):
                 return await self._roll_back(item)
             if item is not None:
@@ -193,14 +197,15 @@ class Feed(Generic[T]):
 
     async def _forget(self, node: Node) -> None:
         self._arrived = [(of, data) for of, data in self._arrived if of != node]
-        task = self._reads.pop(node, None)
-        if task is not None:
-            task.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await task
         pipe = self._pipes.pop(node, None)
         if pipe is not None:
             pipe.close()
+        task = self._reads.pop(node, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait((task,))  # unlike `await task`, this does not mistake its cancel for ours
+            if not task.cancelled():
+                task.exception()  # of no interest any more
 
     def _mind_patience(self) -> None:
         if self._pipes or self._reader.follower.done:

@@ -76,7 +76,13 @@ class Feed(Generic[T]):
         reader = self._reader
         reader.asked_on(time.monotonic())
         while not self._leave.is_set():
-            item = reader.next(time.monotonic())
+            try:
+                item = reader.next(time.monotonic())
+            except BaseException:
+                # The place may be ahead of what was handed over, and going on would lose the difference.
+                self._inside = None
+                self.close()
+                raise
             if isinstance(item, Rollback):
                 return self._roll_back(item)
             if item is not None:
@@ -88,7 +94,13 @@ class Feed(Generic[T]):
                 continue
             if self._follower.done:
                 break
-            self._turn()
+            try:
+                self._turn()
+            except BaseException:
+                # Ctrl-C, perhaps with bytes in hand: a new connection has them all.
+                for node in list(self._lines):
+                    self._lost(node, "interrupted")
+                raise
         self._inside = None
         self.close()
         raise StopIteration

@@ -19,7 +19,7 @@ from upper.client.calls import Batch
 from upper.client.link import Answer, Link, finals
 from upper.client.login import Login, login
 from upper.client.url import Address, Node
-from upper.errors import BadUrl, RemoteProtocolError, TimedOut, Unreachable
+from upper.errors import BadUrl, TimedOut, Unreachable
 
 READ = 1 << 20  # bytes asked of a socket at once
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -184,8 +184,9 @@ class Lines:
                 line = self._line(node, batch.tokens, deadline)
                 work.append(_Work(line, b"".join(packets), len(packets)))
             self._pump(work, deadline)
-        except (OSError, RemoteProtocolError, TimedOut) as error:
-            # Whatever still comes on these would be taken for the answers to somebody else.
+        except BaseException as error:
+            # Whatever still comes on these would be taken for the answers to somebody else: also when it was
+            # Ctrl-C that ended the wait, and the program goes on.
             for each in work:
                 self._drop((each.line.node, batch.tokens))
             if isinstance(error, OSError):
