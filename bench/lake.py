@@ -128,22 +128,20 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
     part = session.read.format("upr").option("url", running.url).option("partitions", "0-3").load()
     part.write.mode("overwrite").parquet(str(directory / "plain"))  # warm
     source = session.read.format("upr").option("url", running.url).load()
-    began = time.perf_counter()
-    source.write.mode("overwrite").parquet(str(directory / "plain"))
-    sunk = time.perf_counter() - began
-    shutil.rmtree(directory / "plain")
-    yield Row(name="source through Spark's Parquet sink", value=items / sunk, unit="rows/s")
     runner = SparkRunner(session)
     with node(partitions=PARTITIONS) as little:
         fill(little, SMALL)
         small = sync_of(directory / "small", little, runner)
         small.round()  # workers start, and import what they need
         small.refresh()
+        # Alternately, so that what else the machine does meets both alike; of each the better turn counts.
+        turns = [
+            (sink(source, directory / "plain"), first_sync(directory / "big", running, runner))
+            for _ in range(2)
+        ]
+        sunk, whole = (min(times) for times in zip(*turns, strict=True))
         large = sync_of(directory / "big", running, runner)
-        began = time.perf_counter()
-        large.round()
-        large.refresh()
-        whole = time.perf_counter() - began
+        yield Row(name="source through Spark's Parquet sink", value=items / sunk, unit="rows/s")
         yield Row(
             name="sync --once, `latest` included",
             value=items / whole,
@@ -168,6 +166,23 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
         against="the small lake",
         expected="<= 1.5x",
     )
+
+
+def sink(source: Any, path: Path) -> float:
+    began = time.perf_counter()
+    source.write.mode("overwrite").parquet(str(path))
+    took = time.perf_counter() - began
+    shutil.rmtree(path)
+    return took
+
+
+def first_sync(root: Path, running: Node, runner: SparkRunner) -> float:
+    shutil.rmtree(root, ignore_errors=True)
+    sync = sync_of(root, running, runner)
+    began = time.perf_counter()
+    sync.round()
+    sync.refresh()
+    return time.perf_counter() - began
 
 
 def commit(sync: Sync, bucket: Bucket, number: int) -> float:

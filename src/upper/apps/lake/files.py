@@ -25,6 +25,8 @@ from upper.apps.lake.replay import ordered
 from upper.apps.lake.schema import BATCH, GROUP, file_schema
 
 ROWS_A_FILE = 4_000_000
+# What a reader holds at a time: as many rows as are quick to write, but not more bytes than are easy to hold.
+ROWS_A_RUN, BYTES_A_RUN = 1024 * 1024, 128 * 1024 * 1024
 # What the files of a table are worth skipping by.
 MEASURED = ("partition", "seqno", BATCH)
 REPEATING = ("operation", "partition", "branch", BATCH, "revision", "flags", "expiration", "lock_time", "why")
@@ -69,7 +71,7 @@ def _write(root: Path, table: str, rows: pa.Table, *, group: int, tight: bool) -
         use_dictionary=[name for name in REPEATING if name in rows.column_names],
         # Nobody looks for the smallest value or the largest CAS, and keys are spread over all files alike.
         write_statistics=[name for name in (*MEASURED, "changed_at") if name in rows.column_names],
-        row_group_size=256 * 1024,
+        row_group_size=max(1, min(ROWS_A_RUN, BYTES_A_RUN * len(rows) // max(1, rows.nbytes))),
     )
     measured = [name for name in MEASURED if name in rows.column_names]
     edges = {name: pc.min_max(rows[name]).as_py() for name in measured}

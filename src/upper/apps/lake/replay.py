@@ -21,8 +21,10 @@ from upper.client.positions import Known
 from upper.model.values import BranchId, Partition, Seqno
 from upper.spark.columns import FLUSH, MUTATION
 
+MOVED_AT_ONCE = 2**30  # bytes; past 2**31 of one column Arrow cannot take rows by number
 
-def ordered(rows: pa.Table, *, once: bool = False) -> pa.Table:
+
+def ordered(rows: pa.Table, *, once: bool = False, most: int = MOVED_AT_ONCE) -> pa.Table:
     """The rows in order of (partition, seqno).
 
     Streams deliver each partition in order of its seqnos, so that a stable sort by partition is almost
@@ -36,6 +38,8 @@ def ordered(rows: pa.Table, *, once: bool = False) -> pa.Table:
     seqnos = rows["seqno"].to_numpy()
     if _in_order(partitions, seqnos):
         return rows
+    if rows.nbytes > most:
+        return _merged(rows, once=once)
     # Partition numbers have 16 bits, which numpy sorts by radix.
     order = np.argsort(partitions.astype(np.uint16), kind="stable")
     if not _in_order(partitions[order], seqnos[order]):
@@ -44,6 +48,21 @@ def ordered(rows: pa.Table, *, once: bool = False) -> pa.Table:
             new = (np.diff(partitions[order]) != 0) | (np.diff(seqnos[order]) != 0)
             order = order[np.concatenate(([True], new))]
     return rows.take(pa.array(order))
+
+
+def _merged(rows: pa.Table, *, once: bool) -> pa.Table:
+    """The same for what is too large to be moved at once: rows of files, each of which is in order.
+
+    A partition is a few slices then, mostly one behind the other, and nothing is copied.
+    """
+    slices: dict[Partition, list[pa.Table]] = {}
+    for partition, part in by_partition(rows):
+        slices.setdefault(partition, []).append(part)
+    parts = []
+    for _, held in sorted(slices.items()):
+        held.sort(key=lambda part: int(part["seqno"][0].as_py()))
+        parts.append(ordered(pa.concat_tables(held), once=once, most=2**63))
+    return pa.concat_tables(parts)
 
 
 def _in_order(partitions: Any, seqnos: Any) -> bool:
@@ -63,23 +82,25 @@ def by_partition(rows: pa.Table) -> Iterator[tuple[Partition, pa.Table]]:
 
 def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
     """The live keys after `changes`, where `base` were the live ones before. One partition, in order."""
-    flushes = np.flatnonzero(pc.equal(changes["operation"], FLUSH).to_numpy())
-    if len(flushes):
-        base = base.slice(0, 0)
-        changes = changes.slice(int(flushes[-1]) + 1)
+    all_live = bool(
+        pc.all(pc.equal(changes["operation"], MUTATION)).as_py()
+    )  # the usual case, and the cheap one
+    if not all_live:
+        flushes = np.flatnonzero(pc.equal(changes["operation"], FLUSH).to_numpy())
+        if len(flushes):
+            base = base.slice(0, 0)
+            changes = changes.slice(int(flushes[-1]) + 1)
     if not len(changes):
         return base
     coded = pc.dictionary_encode(changes["key"].combine_chunks())
     if len(coded.dictionary) < len(changes):
         newest = np.empty(len(coded.dictionary), dtype=np.int64)
-        newest[coded.indices.to_numpy()] = np.arange(
-            len(changes)
-        )  # of a key that repeats, the last one stays
+        # Of a key that repeats, the last one stays.
+        newest[coded.indices.to_numpy()] = np.arange(len(changes))
         changes = changes.take(pa.array(np.sort(newest)))
-    is_live = pc.equal(changes["operation"], MUTATION)
     live = changes.select(file_schema(LATEST).names)
-    if not pc.all(is_live).as_py():
-        live = live.filter(is_live)
+    if not all_live:
+        live = live.filter(pc.equal(changes["operation"], MUTATION))
     if not len(base):
         return live
     touched = pc.is_in(base["key"], value_set=changes["key"].combine_chunks())

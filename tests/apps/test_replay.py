@@ -1,0 +1,87 @@
+"""What rows mean, for every little history: their order, and the live keys that they leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upper.apps.lake.replay import fold, ordered
+from upper.apps.lake.schema import CHANGES, LATEST, file_schema
+
+Place = tuple[int, int]
+places = st.tuples(st.integers(0, 3), st.integers(1, 9))
+
+
+def table(rows: list[dict[str, Any]]) -> pa.Table:
+    names = file_schema(CHANGES).names
+    return pa.Table.from_pylist(
+        [{**dict.fromkeys(names), **row} for row in rows], schema=file_schema(CHANGES)
+    )
+
+
+def at(found: list[Place]) -> pa.Table:
+    """Rows at these places, each with a value that tells which one it was."""
+    return table(
+        [{"partition": p, "seqno": s, "value": b"%d" % number} for number, (p, s) in enumerate(found)]
+    )
+
+
+def places_of(rows: pa.Table) -> list[Place]:
+    return list(zip(rows["partition"].to_pylist(), rows["seqno"].to_pylist(), strict=True))
+
+
+@given(st.lists(places))
+def test_rows_are_in_order_and_none_is_missing(found: list[Place]) -> None:
+    rows = ordered(at(found))
+    assert places_of(rows) == sorted(found)
+    assert sorted(rows["value"].to_pylist()) == sorted(at(found)["value"].to_pylist())
+
+
+@given(st.lists(places))
+def test_of_rows_at_one_place_the_first_is_kept(found: list[Place]) -> None:
+    rows = ordered(at(found), once=True)
+    assert places_of(rows) == sorted(set(found))
+    assert [found.index(place) for place in places_of(rows)] == [
+        int(value) for value in rows["value"].to_pylist()
+    ]
+
+
+@given(st.lists(st.lists(places, unique=True).map(sorted), max_size=5))
+def test_what_is_too_large_to_be_moved_is_merged_and_ends_the_same(pieces: list[list[Place]]) -> None:
+    rows = pa.concat_tables([at([]), *map(at, pieces)])
+    assert places_of(ordered(rows, most=0)) == places_of(ordered(rows))
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["mutation"] * 4 + ["deletion", "expiration", "flush"]), st.sampled_from(b"abc")
+    ),
+    max_size=12,
+)
+
+
+@given(steps, steps)
+def test_live_keys_are_what_a_dictionary_would_hold(
+    first: list[tuple[str, int]], then: list[tuple[str, int]]
+) -> None:
+    held: dict[bytes, bytes] = {}
+    live = file_schema(LATEST).empty_table()
+    seqno = 0
+    for portion in (first, then):
+        rows = []
+        for operation, letter in portion:
+            seqno += 1
+            key, value = bytes([letter]), b"%d" % seqno
+            if operation == "flush":
+                held.clear()
+                rows.append({"partition": 0, "seqno": seqno, "operation": operation})
+                continue
+            held.pop(key, None)
+            if operation == "mutation":
+                held[key] = value
+            rows.append({"partition": 0, "seqno": seqno, "operation": operation, "key": key, "value": value})
+        live = fold(live, table(rows))
+    assert list(zip(live["key"].to_pylist(), live["value"].to_pylist(), strict=True)) == list(held.items())
