@@ -26,3 +26,20 @@ def test_it_starts_in_under_150_milliseconds(argument: str) -> None:
         subprocess.run([sys.executable, "-m", "upper", argument], capture_output=True, check=True, timeout=60)
         spent.append(work() - before)
     assert min(spent) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("module", "rooms"),
+    [
+        ("upper.cli.main", {"upper.cli", "upper.errors"}),
+        # A key is read without anything that follows changes.
+        ("upper.client.bucket", {"upper.client", "upper.errors", "upper.model", "upper.wire"}),
+    ],
+)
+def test_it_loads_only_the_rooms_it_needs(module: str, rooms: set[str]) -> None:
+    program = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
+    ours = [name for name in done.stdout.decode().split() if name.startswith("upper.")]
+    assert {".".join(name.split(".")[:2]) for name in ours} == rooms
+    assert "upper.client.follow" not in ours
+    assert "upper.model.messages" not in ours

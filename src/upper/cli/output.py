@@ -6,14 +6,11 @@ what is said *about* the work (notes, progress) goes to standard error, and only
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from enum import Enum, IntEnum
-from pathlib import Path
-from shutil import get_terminal_size
 from typing import Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
@@ -68,6 +65,8 @@ class Output:
         With `--json` each object is a line, written as soon as it is known.
         """
         if self.as_json:
+            import json
+
             for item in _items(value):
                 self._line(json.dumps(plain(item)))
         elif text is not None:
@@ -89,6 +88,8 @@ class Output:
 
     def draw(self, line: str) -> None:
         """A line on standard error that the next one replaces, cut to the width of the terminal."""
+        from shutil import get_terminal_size
+
         width = get_terminal_size().columns
         print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stderr, flush=True)
 
@@ -136,7 +137,7 @@ class Output:
 
 def is_record(value: object) -> bool:
     """True for what is one object: a mapping or an instance of a dataclass."""
-    return isinstance(value, Mapping) or (is_dataclass(value) and not isinstance(value, type))
+    return isinstance(value, Mapping) or _is_dataclass(value)
 
 
 def plain(value: object) -> object:
@@ -150,14 +151,21 @@ def plain(value: object) -> object:
             return text_of(bytes(value))
         case Mapping():
             return {str(key): plain(item) for key, item in value.items()}
-        case Path():
-            return str(value)
+        case os.PathLike():
+            return os.fspath(value)
         case Iterable():
             return [plain(item) for item in value]
-        case _ if is_dataclass(value):
-            return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        case _ if _is_dataclass(value):
+            from dataclasses import fields
+
+            return {field.name: plain(getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
         case _:
             return str(value)
+
+
+def _is_dataclass(value: object) -> bool:
+    # Asked like this, a verb that has none to show need not load what makes them.
+    return hasattr(type(value), "__dataclass_fields__")
 
 
 def text_of(data: bytes) -> str:

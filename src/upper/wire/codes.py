@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from enum import Enum, IntEnum, IntFlag
 from typing import Any, Self
 
-from upper.model.messages import UNKNOWN, EndReason, StreamFlag
+from upper.model.reasons import UNKNOWN, EndReason, StreamFlag
 from upper.model.values import State
 
 

@@ -1,0 +1,68 @@
+"""Codes that messages carry: why a stream ended, and what is asked of one beyond where it begins and ends.
+
+They stand apart from the messages so that whoever only needs the numbers of the wire need not load those.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+from typing import Self
+
+# A number that a dialect does not know travels on above the 32 bits that any field has, so that it
+# can never be taken for one of ours: EndReason.unknown(9) is not EndReason(9).
+UNKNOWN = 1 << 32
+
+
+class _Open(IntEnum):
+    """Numbers from a newer peer keep their value and get a readable name."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        if not isinstance(value, int):
+            return None
+        member = int.__new__(cls, value)
+        member._name_, member._value_ = f"UNKNOWN_{value % UNKNOWN}", value
+        return member
+
+    @classmethod
+    def unknown(cls, number: int) -> Self:
+        """What a peer said with a number that its dialect does not define."""
+        return cls(UNKNOWN | number)
+
+
+class EndReason(_Open):
+    """Why a stream ended. The numbers of each dialect are in `wire`."""
+
+    OK = 0
+    STATE_CHANGED = 1
+    CLOSED = 2
+    SHUTTING_DOWN = 3
+    TOO_SLOW = 4
+    DISCONNECTED = 5
+    BACKFILL_FAILED = 6
+    ROLLBACK = 7
+    FILTER_EMPTY = 8
+    LOST_PRIVILEGES = 9
+
+
+class StreamFlag(IntFlag):
+    """What a consumer asks of a stream, beyond where it starts and ends."""
+
+    NONE = 0
+    SEND_LOG = 0x01
+    TAKEOVER = 0x02
+    KEYS_ONLY = 0x04
+    UNTIL_NOW = 0x08  # only up to the high seqno at the time of the request
+    REPLICA = 0x10  # implies SEND_LOG
+    WHOLE_SNAPSHOTS = 0x20
+    # What only DCP can ask for.
+    DISK_ONLY = 0x100
+    ACTIVE_ONLY = 0x200
+    STRICT_BRANCH = 0x400  # the branch must match, even at seqno 0
+    FROM_LATEST = 0x800
+    IGNORE_PURGED = 0x1000  # do not roll back for deletions that are purged
+
+    @property
+    def strangers(self) -> int:
+        """Bits that the peer set and its dialect does not define, as they were on the wire."""
+        return int(self) >> 32
