@@ -10,7 +10,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from struct import pack
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 
 from bench import Row, resident
 from bench import seconds as wall_seconds
-from upper.kernel import plain
+from upper.kernel import Table, plain
 
 try:
     from upper.kernel import _compiled
@@ -55,15 +55,6 @@ def request(opcode: int, number: int) -> bytes:
     total = len(extras) + 16 + len(value)
     head = pack(">BBHBBHIIQ", 0x80, opcode, 16, len(extras), 0, number % PARTITIONS, total, number, 0)
     return head + extras + b"key%013d" % number + value
-
-
-@dataclass(slots=True)
-class Store:
-    items: dict[bytes, bytes | int] = field(default_factory=dict)
-    high: int = 0
-    durable: int = 0
-    tombstones: int = 0
-    size: int = 0
 
 
 @dataclass(slots=True)
@@ -180,7 +171,7 @@ def runs(count: int) -> Iterator[Row]:
         starts = range(0, count, 100)
         return [b"".join(request(opcode, number) for number in range(s, s + 100)) for s in starts]
 
-    def work(kernel: ModuleType, table: list[Store], chunks: list[bytes]) -> None:
+    def work(kernel: ModuleType, table: list[Table], chunks: list[bytes]) -> None:
         clock = Clock()
         for data in chunks:
             at, _ = kernel.run(data, 0, table, clock, [], bytearray())
@@ -190,7 +181,7 @@ def runs(count: int) -> Iterator[Row]:
     written: dict[str, float] = {}
     read: dict[str, float] = {}
     for kernel in KERNELS:
-        table = [Store() for _ in range(PARTITIONS)]
+        table = [kernel.Table() for _ in range(PARTITIONS)]
         written[kernel.NAME] = seconds(partial(work, kernel, table, sets)) / count * 1e6
         read[kernel.NAME] = seconds(partial(work, kernel, table, gets)) / count * 1e6
     yield from pair("SET, pipelined", "us a request", written, {"compiled": "<= 1.3"}, less=True)

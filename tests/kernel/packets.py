@@ -1,12 +1,17 @@
-"""Packets, partitions and clocks for these tests, by hand and by Hypothesis; no kernel is used."""
+"""Packets, partitions and clocks for these tests, by hand and by Hypothesis; no loop of a kernel is used."""
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from struct import pack
 
 from hypothesis import strategies as st
+
+try:
+    from upper.kernel._compiled import Table
+except ImportError:
+    from upper.kernel.plain import Table
 
 MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
 GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ = bytes.fromhex("000104090a0c0d1114")
@@ -70,15 +75,31 @@ def response(opcode: int, *, status: int = 0, **rest: int | bytes) -> bytes:
     return packet(opcode, magic=0x81, partition=status, **rest)  # type: ignore[arg-type]
 
 
-@dataclass
-class Store:
-    """What `run` sees of a partition."""
+class Store(Table):
+    """A partition as both kernels see it: the compiled one takes no other Table than its own."""
 
-    items: dict[bytes, bytes | int] = field(default_factory=dict)
-    high: int = 0
-    durable: int = 0
-    tombstones: int = 0
-    size: int = 0
+    def __init__(self, *, high: int = 0, durable: int = 0) -> None:
+        super().__init__()
+        self.high, self.durable = high, durable
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        counts = (self.high, self.durable, self.tombstones, self.size)
+        return (*counts, self.first_batch, self.last_batch, list(self.items.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Store) and self.facts == other.facts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Store{self.facts}"
+
+    def __deepcopy__(self, _: object) -> Store:
+        made = Store(high=self.high, durable=self.durable)
+        made.tombstones, made.size, made.items = self.tombstones, self.size, dict(self.items)
+        made.first_batch, made.last_batch = self.first_batch, self.last_batch
+        return made
 
     def holding(self, *records: bytes) -> Store:
         """Records as if they had been written and synced."""

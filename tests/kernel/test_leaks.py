@@ -37,7 +37,7 @@ def work(kernel: ModuleType) -> None:
             kernel.columns(bad, 0, len(bad), numbers(1))
         with contextlib.suppress(UpperError):
             kernel.records(bad, 0, len(bad))
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError, TypeError):
             kernel.run(
                 set_(b"a", b"1") + set_(b"b", b"1", partition=1), 0, [Store(), 5], Clock(), [], bytearray()
             )

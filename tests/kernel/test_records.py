@@ -140,6 +140,20 @@ def test_what_comes_after_a_seqno_comes_in_order(kernel: ModuleType, seqnos: lis
     assert kernel.after(items, mark) == expected
 
 
+@given(lengths=st.lists(st.integers(0, 60), max_size=30), size=st.integers(1, 500))
+def test_a_stack_is_taken_from_the_top_in_pieces(kernel: ModuleType, lengths: list[int], size: int) -> None:
+    records = [change(b"%d" % number, bytes(length)) for number, length in enumerate(lengths)]
+    stack, pieces = records[::-1], list[list[bytes]]()
+    while stack:
+        pieces.append(kernel.take(stack, size))
+    assert [record for piece in pieces for record in piece] == records
+    for piece in pieces:
+        assert sum(map(len, piece[:-1])) < size  # one less would not have been enough
+    for piece in pieces[:-1]:
+        assert sum(map(len, piece)) >= size
+    assert kernel.take([], size) == []
+
+
 def test_a_partition_is_measured_by_its_records(kernel: ModuleType) -> None:
     expiring = change(b"b", b"1", expiration=5)
     entries = [change(b"a", b"1"), expiring, change(b"c", None), 9 << 80]

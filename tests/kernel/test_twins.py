@@ -79,6 +79,23 @@ def test_they_run_alike(data: bytes, start: int, held: list[bytes], last: int, d
         alike("run", data, at, [Store() for _ in range(5)], clock, [], bytearray())
 
 
+@given(st.lists(st.lists(changes(partitions=5), max_size=8), max_size=4), st.integers(4, 5))
+def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> None:
+    """Also where a record is of no partition that there is: before it, the same ones have noted the batch."""
+    stores = {twin: [Store(high=number * 7) for number in range(count)] for twin in (plain, compiled)}
+    for batch, records in enumerate(batches, 1):
+        done = [outcome(twin.touched, records, stores[twin], batch) for twin in (plain, compiled)]
+        assert done[0] == done[1]
+        if isinstance(reached := done[0][0], list):
+            assert plain.reach(reached) == compiled.reach(done[1][0])
+            assert stores[plain] == stores[compiled]
+
+
+@given(st.lists(changes(), max_size=12), st.integers(-1, 400))
+def test_they_take_alike(stack: list[bytes], size: int) -> None:
+    alike("take", stack, size)
+
+
 @given(streams, spots, spots)
 def test_they_replay_alike(data: bytes, start: int, end: int) -> None:
     alike("replay", data, 0, len(data), [{} for _ in range(4)], numbers(0, 0, 0, 0))

@@ -21,60 +21,72 @@ import os
 from typing import TYPE_CHECKING
 
 from upper.kernel.packets import Columns, Entry, Items
-from upper.kernel.plain_run import Clock, Table
+from upper.kernel.plain_run import Clock
 
 _WANTED = os.environ.get("UPPER_KERNEL", "")
 
 if TYPE_CHECKING or _WANTED == "plain":
     from upper.kernel.plain import (
         NAME,
+        Table,
         after,
         columns,
         group,
         join,
         latest,
         measure,
+        reach,
         records,
         replay,
         retarget,
         run,
         scan,
+        take,
         to_arrow,
+        touched,
     )
 else:
     try:
         from upper.kernel._compiled import (
             NAME,
+            Table,
             after,
             columns,
             group,
             join,
             latest,
             measure,
+            reach,
             records,
             replay,
             retarget,
             run,
             scan,
+            take,
             to_arrow,
+            touched,
         )
     except ImportError:
         if _WANTED == "required":
             raise
         from upper.kernel.plain import (
             NAME,
+            Table,
             after,
             columns,
             group,
             join,
             latest,
             measure,
+            reach,
             records,
             replay,
             retarget,
             run,
             scan,
+            take,
             to_arrow,
+            touched,
         )
 
 __all__ = [
@@ -86,13 +98,16 @@ __all__ = [
     # what goes to a socket
     "join",
     "retarget",
-    # what comes from a file
+    # what goes to a file, and what comes from one
+    "touched",
+    "reach",
     "replay",
     # maps and lists of records
     "after",
     "group",
     "latest",
     "measure",
+    "take",
     # columns
     "columns",
     "to_arrow",

@@ -10,8 +10,10 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_DelItem, PyDict_GetItemWithError, PyDict_Next, PyDict_SetItem
-from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM, PyList_SetSlice
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -62,6 +64,7 @@ cdef enum:
     EXPIRATION = 0x58
     FLUSH = 0x59
     MAX_KEY = 250
+    AHEAD = 24  # records lie all over the memory: the one so many further on is fetched meanwhile
 
 cdef uint64_t MAX_SEQNO = packets.MAX_SEQNO
 cdef uint64_t MAX_CAS = packets.MAX_CAS
@@ -208,6 +211,8 @@ def join(list records not None, opaque, *, bint dcp=False):
     cdef uint8_t *to
     cdef int more = 0
     for i in range(count):
+        if i + AHEAD < count:
+            fetch_soon(<const void *> PyList_GET_ITEM(records, i + AHEAD))
         record = <object> PyList_GET_ITEM(records, i)
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
@@ -227,9 +232,9 @@ def join(list records not None, opaque, *, bint dcp=False):
     joined = PyBytes_FromStringAndSize(NULL, total)
     to = fresh(joined)
     for i in range(count):
-        if i + 8 < count:  # records lie all over the memory; have the eighth next on its way
-            fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + 8) + 32))
-            fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + 8) + 96))
+        if i + AHEAD < count:  # its head is here already
+            fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + AHEAD) + 64))
+            fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + AHEAD) + 128))
         record = <object> PyList_GET_ITEM(records, i)
         p, length = chars(record), PyBytes_GET_SIZE(record)
         if dcp:
@@ -331,11 +336,28 @@ def measure(dict items not None):
     return tombstones, size, expiring
 
 
+cdef list everything(dict items):
+    """The values of a map. Each is counted once more, and lies in a place of its own: fetched ahead."""
+    cdef Py_ssize_t i = 0, count = len(items), place = 0
+    cdef PyObject *key
+    cdef PyObject *value
+    cdef list found = PyList_New(count)
+    cdef PyObject **to = PySequence_Fast_ITEMS(found)
+    while i < count and PyDict_Next(items, &place, &key, &value):
+        to[i] = value
+        i += 1
+    for i in range(count):
+        if i + AHEAD < count:
+            fetch_soon(to[i + AHEAD])
+        Py_INCREF(<object> to[i])
+    return found
+
+
 def after(dict items not None, seqno):
     cdef uint64_t mark
     cdef list found = []
     if seqno <= 0:
-        return list(items.values())
+        return everything(items)
     mark = min(seqno, MAX_CAS)
     for entry in reversed(items.values()):
         if PyBytes_Check(entry):
@@ -348,6 +370,26 @@ def after(dict items not None, seqno):
         found.append(entry)
     found.reverse()
     return found
+
+
+def take(list stack not None, Py_ssize_t size):
+    cdef Py_ssize_t i, count = PyList_GET_SIZE(stack), at = count, filled = 0
+    cdef PyObject **entries = PySequence_Fast_ITEMS(stack)
+    cdef list taken
+    while at > 0 and (filled < size or at == count):
+        at -= 1
+        if at >= AHEAD:
+            fetch_soon(entries[at - AHEAD])
+        if not PyBytes_Check(<object> entries[at]):
+            raise TypeError(f"a record is bytes, not {type(<object> entries[at]).__name__}")
+        filled += PyBytes_GET_SIZE(<object> entries[at])
+    taken = PyList_New(count - at)
+    for i in range(count - at):
+        record = <object> entries[count - 1 - i]
+        Py_INCREF(record)
+        PyList_SET_ITEM(taken, i, record)
+    PyList_SetSlice(stack, at, count, [])
+    return taken
 
 
 def group(list records not None):

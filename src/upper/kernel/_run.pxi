@@ -11,53 +11,36 @@ cdef inline void respond(
     put64(to + 16, cas)
 
 
-cdef class Run:
-    """One partition of a run, its numbers kept out of Python objects until the run leaves it."""
-    cdef object store
-    cdef dict items
-    cdef uint64_t durable, high
-    cdef int64_t tombstones, size
-    cdef bint counted  # high, tombstones and size have been read: there was a write
+cdef class Table:
+    """`plain_run.Table`, its numbers where a loop reaches them without asking for an attribute."""
+    cdef public dict items
+    cdef public uint64_t high, durable, last_batch
+    cdef public int64_t tombstones, size
+    cdef public object first_batch
 
-    cdef int enter(self, object store) except -1:
-        self.leave()
-        self.items = store.items
-        self.durable = store.durable
-        self.store = store
-        return 0
+    def __cinit__(self):
+        self.items = {}
 
-    cdef int count(self) except -1:
-        if not self.counted:
-            self.high, self.tombstones, self.size = self.store.high, self.store.tombstones, self.store.size
-            self.counted = True
-        return 0
 
-    cdef int leave(self) except -1:
-        if self.counted:
-            self.counted = False
-            self.store.high, self.store.tombstones, self.store.size = self.high, self.tombstones, self.size
-        self.store = None
-        return 0
-
-    cdef int put(self, object key, object old, object record, list pending) except -1:
-        """The record, made but for its seqno and revision, takes the last place in its partition."""
-        cdef uint8_t *to = fresh(record)
-        cdef uint64_t revision = 1
-        PyList_Append(pending, record)
-        if old is not None:
-            revision = get64(chars(old) + 32) + 1
-            self.size -= PyBytes_GET_SIZE(old)
-            if chars(old)[1] != MUTATION:
-                self.tombstones -= 1
-            PyDict_DelItem(self.items, key)
-        self.high += 1
-        put64(to + 24, self.high)
-        put64(to + 32, revision)
-        self.size += PyBytes_GET_SIZE(record)
-        if to[1] != MUTATION:
-            self.tombstones += 1
-        PyDict_SetItem(self.items, key, record)
-        return 0
+cdef int put(Table part, object key, object old, object record, list pending) except -1:
+    """The record, made but for its seqno and revision, takes the last place in its partition."""
+    cdef uint8_t *to = fresh(record)
+    cdef uint64_t revision = 1
+    PyList_Append(pending, record)
+    if old is not None:
+        revision = get64(chars(old) + 32) + 1
+        part.size -= PyBytes_GET_SIZE(old)
+        if chars(old)[1] != MUTATION:
+            part.tombstones -= 1
+        PyDict_DelItem(part.items, key)
+    part.high += 1
+    put64(to + 24, part.high)
+    put64(to + 32, revision)
+    part.size += PyBytes_GET_SIZE(record)
+    if to[1] != MUTATION:
+        part.tombstones += 1
+    PyDict_SetItem(part.items, key, record)
+    return 0
 
 
 cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas):
@@ -87,7 +70,7 @@ def run(
     cdef bint waits = False, live
     cdef PyObject *found
     cdef object key = None, old, made
-    cdef Run part = Run.__new__(Run)
+    cdef Table part = None
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         size = view.len
@@ -109,8 +92,7 @@ def run(
                     made = table[partition]
                     if made is None:
                         break
-                    current = -1
-                    part.enter(made)
+                    part = <Table?> made
                     current = partition
                 key = PyBytes_FromStringAndSize(<const char *> p + 24 + extras, klen)
                 found = PyDict_GetItemWithError(part.items, key)
@@ -138,14 +120,13 @@ def run(
             elif opcode == SET or opcode == SETQ:
                 if extras != 8 or total - klen < 8 or total - klen - 8 > limit or get32(p + 28):
                     break
-                part.count()
                 if part.high >= MAX_SEQNO or cas >= MAX_CAS:
                     break
                 made = blank(MUTATION, 28, klen, partition, total + 20, cas + 1)
                 memcpy(fresh(made) + 40, p + 24, 4)
                 memset(fresh(made) + 44, 0, 8)
                 memcpy(fresh(made) + 52, p + 32, total - 8)
-                part.put(key, old, made, pending)
+                put(part, key, old, made, pending)
                 cas += 1
                 waits = True
                 if opcode == SET:
@@ -155,12 +136,11 @@ def run(
                 if extras or total != klen:
                     break
                 if live:
-                    part.count()
                     if part.high >= MAX_SEQNO or cas >= MAX_CAS:
                         break
                     made = blank(DELETION, 16, klen, partition, 16 + klen, cas + 1)
                     memcpy(fresh(made) + 40, p + 24, klen)
-                    part.put(key, old, made, pending)
+                    put(part, key, old, made, pending)
                     cas += 1
                     waits = True
                     if opcode == DELETE:
@@ -202,5 +182,37 @@ def run(
             PyByteArray_Resize(out, used)
         if cas != before:
             clock.last = cas
-        part.leave()
     return at, waits
+
+
+def touched(list records not None, list tables not None, uint64_t batch):
+    cdef list found = []
+    cdef Table table
+    cdef Py_ssize_t last = -1, partition
+    for record in records:
+        if not PyBytes_Check(record) or PyBytes_GET_SIZE(record) < 24:
+            raise packets.short(len(record))
+        partition = get16(chars(record) + 6)
+        if partition == last:
+            continue
+        if partition >= PyList_GET_SIZE(tables):
+            raise packets.not_ours(partition, PyList_GET_SIZE(tables))
+        last = partition
+        table = <Table?> <object> PyList_GET_ITEM(tables, partition)
+        if table.last_batch != batch:
+            table.last_batch = batch
+            if table.first_batch is None:
+                table.first_batch = batch
+            found.append(table)
+    return [(table, table.high) for table in found]
+
+
+def reach(list reached not None):
+    cdef uint64_t high, furthest = 0
+    cdef Table table
+    for made in reached:
+        table, high = <Table?> (<tuple?> made)[0], (<tuple> made)[1]
+        if high > table.durable:
+            table.durable = high
+            furthest = max(furthest, high)
+    return furthest

@@ -133,5 +133,9 @@ def no_branch(partition: int, count: int, at: int) -> RemoteProtocolError:
     return RemoteProtocolError(f"a change of partition {partition} where only {count} are known", at=at)
 
 
+def not_ours(partition: int, count: int) -> ValueError:
+    return ValueError(f"a record of partition {partition} cannot be here, where there are {count} partitions")
+
+
 def short(length: int) -> ValueError:
     return ValueError(f"{length} bytes are not a record; it has a header, its extras and its key")

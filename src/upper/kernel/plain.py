@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from upper.kernel.packets import (
@@ -47,7 +48,10 @@ from upper.kernel.packets import (
     truncated,
     within,
 )
+from upper.kernel.plain_run import Table as Table
+from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
+from upper.kernel.plain_run import touched as touched
 
 if TYPE_CHECKING:
     import pyarrow
@@ -263,6 +267,18 @@ def after(items: Items, seqno: int) -> list[Entry]:
         found.append(entry)
     found.reverse()
     return found
+
+
+def take(stack: list[bytes], size: int) -> list[bytes]:
+    """Records off the top of a stack, the topmost first: about `size` bytes of them, at least one."""
+    count = 0
+    for filled in accumulate(map(len, reversed(stack))):
+        count += 1
+        if filled >= size:
+            break
+    taken = stack[: -count - 1 : -1]
+    del stack[len(stack) - count :]
+    return taken
 
 
 def group(records: list[bytes]) -> dict[int, list[bytes]]:

@@ -37,6 +37,7 @@ from upper.kernel.packets import (
     U64,
     Buffer,
     Items,
+    not_ours,
     solid,
     within,
 )
@@ -48,14 +49,22 @@ class Clock(Protocol):
     last: int
 
 
-class Table(Protocol):
-    """What `run` needs of a partition."""
+class Table:
+    """What the kernel keeps of a partition: its items in order, its seqnos and its counts.
 
-    items: Items
-    high: int  # last seqno given out
-    durable: int  # last seqno that may be told to others
-    tombstones: int  # how many of the items are deletions
-    size: int  # bytes of all records
+    A partition is a Table of the kernel that runs: the compiled loops keep its numbers as numbers.
+    """
+
+    __slots__ = ("durable", "first_batch", "high", "items", "last_batch", "size", "tombstones")
+
+    def __init__(self) -> None:
+        self.items: Items = {}
+        self.high = 0  # last seqno given out
+        self.durable = 0  # last seqno that may be told to others
+        self.tombstones = 0  # how many of the items are deletions
+        self.size = 0  # bytes of all records, in memory or not
+        self.first_batch: int | None = None  # the oldest batch with something that no partition file holds
+        self.last_batch = 0  # the newest batch with something of this partition
 
 
 def run(
@@ -186,3 +195,35 @@ def _write(
         store.tombstones += 1
     pending.append(record)
     return cas
+
+
+# ── Batches ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def touched(records: list[bytes], tables: Sequence[Table], batch: int) -> list[tuple[Table, int]]:
+    """The partitions that these records belong to, each once, with the seqno that it has reached.
+
+    Each of them notes that this batch, which must be a new one, has something of it.
+    """
+    found: list[Table] = []
+    for number in dict.fromkeys([record[6:8] for record in records]):
+        partition = int.from_bytes(number, "big")
+        if partition >= len(tables):
+            raise not_ours(partition, len(tables))
+        table = tables[partition]
+        if table.last_batch != batch:
+            table.last_batch = batch
+            if table.first_batch is None:
+                table.first_batch = batch
+            found.append(table)
+    return [(table, table.high) for table in found]
+
+
+def reach(reached: list[tuple[Table, int]]) -> int:
+    """A batch is on disk: its partitions may tell what they had reached then. The highest of those seqnos."""
+    furthest = 0
+    for table, high in reached:
+        if high > table.durable:
+            table.durable = high
+            furthest = max(furthest, high)
+    return furthest

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from upper import kernel
 from upper.errors import NotWritable, StorageError, UpperError
 from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno, State, Version
 from upper.storage import marks, opening, records
@@ -53,7 +54,7 @@ class _Batch(NamedTuple):
     ticket: int
     clock: int
     records: list[bytes]
-    reached: list[tuple[PartitionStore, int]]  # and its high seqno
+    reached: list[tuple[kernel.Table, int]]  # the partitions in it, and how far each had come
     segment_size: int
     has_facts: bool
 
@@ -98,7 +99,6 @@ class Bucket:
             )
             for number in range(identity.partitions)
         ]
-        self._by_number = {int(store.id).to_bytes(2, "big"): store for store in self.partitions}
         self.table: list[PartitionStore | None] = [None] * identity.partitions
         self.pending: list[bytes] = []
         self.facts_pending = False  # some of them are facts that streams do not carry
@@ -260,12 +260,7 @@ class Bucket:
         if self.rewriter.stalls and not now:
             return  # the rewriter kicks when it has made room
         handed, self.pending = self.pending, []
-        reached = []
-        for store in map(self._by_number.__getitem__, {record[6:8] for record in handed}):
-            reached.append((store, store.high))
-            store.last_batch = self.ticket
-            if store.first_batch is None:
-                store.first_batch = self.ticket
+        reached = kernel.touched(handed, self.partitions, self.ticket)
         segment_size = min(self.settings.segment_size, max(MIB // 16, self.live // 16))
         batch = _Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
         self.facts_pending = False
@@ -326,11 +321,9 @@ class Bucket:
 
     def _reach(self, batch: _Batch) -> None:
         # No rollback can have come between: it waits for the batch that is being written.
-        for store, high in batch.reached:
-            if high > store.durable:
-                store.durable = high
-                if high > FAST_SEQNOS:
-                    self.table[store.id] = None
+        if kernel.reach(batch.reached) > FAST_SEQNOS:
+            for store in self.partitions:
+                self.served(store)
 
     def _publish(self, commit: Commit) -> None:
         for listener in tuple(self._subscribers):

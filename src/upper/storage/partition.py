@@ -90,7 +90,7 @@ class PartitionStore(PartitionState):
     def changes_after(self, seqno: Seqno) -> Changes:
         """Each key that changed after `seqno`, once, in order, as of now: later writes do not touch it."""
         self._readable()
-        entries = kernel.after(self.items, seqno) if seqno else list(self.items.values())
+        entries = kernel.after(self.items, seqno)
         return Changes(self.bucket.files, entries, end=Seqno(self.high), evicted=bool(self.evicted))
 
     def locked(self, item: Item) -> bool:

@@ -18,47 +18,34 @@ if TYPE_CHECKING:
     from upper.storage.bucket import Bucket
 
 
-class PartitionState:
+class PartitionState(kernel.Table):
     __slots__ = (
         "_complete",
         "bucket",
         "compacting",
-        "durable",
         "epoch",
         "evicted",
         "file",
-        "first_batch",
-        "high",
         "id",
         "incoming",
-        "items",
-        "last_batch",
         "log",
         "purge_at",
         "purged",
-        "size",
         "state",
-        "tombstones",
         "unreadable",
     )
 
     def __init__(self, bucket: Bucket, partition: Partition, *, state: State, log: FailoverLog) -> None:
+        super().__init__()
         self.bucket = bucket
         self.id = partition
         self.state = state
         self.log = log
-        self.items: kernel.Items = {}
-        self.high = 0  # last seqno given out
-        self.durable = 0  # last seqno that may be told to others
         self.purged = 0  # highest seqno of a deletion that is really gone
-        self.tombstones = 0
-        self.size = 0  # bytes of all records, in memory or not
-        self.evicted = 0  # bytes of those that are not
+        self.evicted = 0  # bytes of records that are not in memory
         self.incoming: int | None = None  # a replica's unfinished snapshot: where it will end, 0 = unsaid
         self._complete = 0  # where the partition was consistent before that
         self.epoch = 0  # counts the times that history was taken back
-        self.first_batch: int | None = None  # the oldest batch with something that `file` does not hold
-        self.last_batch = 0  # the newest batch with something of this partition
         self.file: File | None = None
         self.compacting = False
         self.purge_at: float | None = None
