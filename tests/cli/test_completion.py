@@ -28,6 +28,8 @@ def test_bash_completes_verbs_and_their_arguments(upper: Run) -> None:
     assert bash_completes(script, "upper", "completion", "z") == ["zsh"]
     assert bash_completes(script, "upper", "completion", "--j") == ["--json"]
     assert bash_completes(script, "upper", "completion", "--json", "b") == ["bash"]
+    assert bash_completes(script, "upper", "load", "upr://x", "--pattern", "") == ["uniform", "zipf"]
+    assert bash_completes(script, "upper", "tail", "upr://x", "--checkpoint", "") == [], "a file, says bash"
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
@@ -42,6 +44,7 @@ def test_fish_completes_verbs_and_their_arguments(upper: Run) -> None:
     assert set(VERBS) <= set(offers("upper "))
     assert offers("upper completion z") == ["zsh"]
     assert offers("upper completion --js") == ["--json"]
+    assert offers("upper load upr://x --pattern ") == ["uniform", "zipf"]
 
 
 @pytest.mark.parametrize("shell", completion.RENDER)

@@ -6,7 +6,7 @@ The script is complete in itself: completing runs no program, so it is as fast a
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace, _SubParsersAction
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from upper.cli.output import ExitCode, Output
@@ -35,6 +35,7 @@ class Word:
     path: tuple[str, ...]
     text: str
     help: str
+    values: tuple[str, ...] | None = None  # what may follow an option that takes one; empty for anything
 
 
 def words() -> Iterator[Word]:
@@ -49,14 +50,15 @@ def words() -> Iterator[Word]:
 
 def _of_parser(path: tuple[str, ...], parser: ArgumentParser) -> Iterator[Word]:
     for action in parser._actions:
-        about = (action.help or "").replace("%(default)s", str(action.default))
+        about = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
         if isinstance(action, _SubParsersAction):
             summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, child in action.choices.items():
                 yield Word(path, name, summaries.get(name, ""))
                 yield from _of_parser((*path, name), child)
         elif action.option_strings:
-            yield from (Word(path, option, about) for option in action.option_strings)
+            values = None if action.nargs == 0 else tuple(map(str, action.choices or ()))
+            yield from (Word(path, option, about, values) for option in action.option_strings)
         elif action.choices is not None:
             yield from (Word(path, str(choice), about) for choice in action.choices)
 
@@ -68,12 +70,25 @@ def _grouped(known: list[Word]) -> dict[tuple[str, ...], list[Word]]:
     return groups
 
 
+def _cases(known: list[Word], render: Callable[[list[Word]], str]) -> str:
+    """The arms of a shell's `case`: by the verb and the word before, what may stand here.
+
+    Where any value may, nothing is offered, and the shell falls back on file names.
+    """
+    arms = []
+    for path, group in _grouped(known).items():
+        verb = " ".join(path)
+        for word in group:
+            if word.values is not None:
+                offered = [Word((), value, word.help) for value in word.values]
+                arms.append(f'        "{verb} {word.text}") {render(offered)} ;;')
+        arms.append(f'        "{verb} "*) {render(group)} ;;')
+    return "\n".join(arms)
+
+
 def _bash(known: list[Word]) -> str:
     # The longest path whose words all stand on the line, in order, decides what may follow.
-    cases = "\n".join(
-        f'        "{" ".join(path)}") words="{" ".join(word.text for word in group)}" ;;'
-        for path, group in _grouped(known).items()
-    )
+    cases = _cases(known, lambda group: f'words="{" ".join(word.text for word in group)}"')
     paths = " ".join(f'"{" ".join(path)}"' for path in _grouped(known) if path)
     return f"""\
 # bash completion for upper
@@ -85,7 +100,7 @@ _upper() {{
             if [[ "$candidate" == "$longer" ]]; then path="$longer"; fi
         done
     done
-    case "$path" in
+    case "$path ${{COMP_WORDS[COMP_CWORD-1]}}" in
 {cases}
     esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
@@ -95,10 +110,7 @@ complete -o default -F _upper upper
 
 
 def _zsh(known: list[Word]) -> str:
-    cases = "\n".join(
-        f'        "{" ".join(path)}") words_here=({" ".join(_quoted(_zsh_pair(word)) for word in group)}) ;;'
-        for path, group in _grouped(known).items()
-    )
+    cases = _cases(known, lambda group: f"words_here=({' '.join(_quoted(_zsh_pair(w)) for w in group)})")
     paths = " ".join(f'"{" ".join(path)}"' for path in _grouped(known) if path)
     return f"""\
 #compdef upper
@@ -111,7 +123,7 @@ _upper() {{
         longer="${{path_so_far:+$path_so_far }}$word"
         if (( ${{paths[(Ie)$longer]}} )); then path_so_far="$longer"; fi
     done
-    case "$path_so_far" in
+    case "$path_so_far $words[CURRENT-1]" in
 {cases}
     esac
     _describe 'upper' words_here || _files
@@ -140,6 +152,8 @@ def _fish(known: list[Word]) -> str:
             what = f"-s {word.text[1:]}"
         else:
             what = f"-a {_quoted(word.text)}"
+        if word.values is not None:
+            what += f" -x -a {_quoted(' '.join(word.values))}" if word.values else " -r"
         lines.append(f"complete -c upper -n {_quoted(when)} {what} -d {_quoted(word.help)}")
     return "\n".join(lines) + "\n"
 
