@@ -176,7 +176,8 @@ class Peer:
     # ── Streams ───────────────────────────────────────────────────────────────────────────────────
 
     def control(self, name: str, text: str) -> Message:
-        self.send(Control(name=name.encode(), setting=text.encode(), opaque=77))
+        setting = text.encode(errors="surrogateescape")
+        self.send(Control(name=name.encode(), setting=setting, opaque=77))
         return self.until(lambda message: getattr(message, "opaque", None) == 77)[-1]
 
     def follow(

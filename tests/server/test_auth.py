@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import shutil
 import socket
 import ssl
 import struct
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.nodes import Node
+from tests.server.certificate import made
 from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.errors import AuthenticationFailed
@@ -239,15 +239,8 @@ def test_the_command_refuses_an_open_address_with_a_sentence_and_exit_code_2(tmp
     assert len(run.stderr.splitlines()) == 1
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls_speaks_the_same_protocol_and_a_plain_peer_gets_nowhere(tmp_path: Path, users_file: Path) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    subprocess.run(
-        ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"),
-        check=True, capture_output=True,
-    )  # fmt: skip
+    certificate, key = made(tmp_path)
     options = ("--users", str(users_file), "--tls-cert", str(certificate), "--tls-key", str(key))
     with Node(tmp_path / "data", *options).start() as node:
         context = ssl.create_default_context(cafile=str(certificate))

@@ -165,6 +165,14 @@ def test_writes_with_meta_keep_their_revision_and_the_newer_one_wins(kv: Peer) -
     assert kv.get(key).status == Status.KEY_NOT_FOUND
 
 
+@pytest.mark.parametrize(("revision", "cas"), [(2**64 - 1, 1), (1, 2**63), (0, 1), (1, 0)])
+def test_meta_that_could_not_count_on_is_refused(kv: Peer, revision: int, cas: int) -> None:
+    key = fresh()
+    extras = struct.pack(">IIQQ", 0, 0, revision, cas)
+    assert kv.ask(Opcode.SET_WITH_META, key, b"v", extras=extras).status == Status.INVALID_ARGUMENTS
+    assert kv.set(key, b"v").status == 0
+
+
 def test_observe_says_that_an_answered_write_is_on_disk(kv: Peer) -> None:
     key = fresh()
     stored = kv.set(key, b"v", partition=2)

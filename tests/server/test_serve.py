@@ -132,6 +132,8 @@ def test_every_group_answers_and_an_unknown_one_is_refused(shared_node: Node) ->
         assert peer.stats("reset") == {}
         assert peer.ask(Opcode.STAT, b"nonsense").status == Status.KEY_NOT_FOUND
         assert peer.ask(Opcode.STAT, b"streams 999999").status == Status.KEY_NOT_FOUND
+        for odd in (b"streams x", "streams \u00b2".encode(), b"vbucket-details " + b"9" * 200):
+            assert peer.ask(Opcode.STAT, odd).status == Status.INVALID_ARGUMENTS
 
 
 def test_metrics_are_the_statistics_in_another_form(tmp_path: Path) -> None:

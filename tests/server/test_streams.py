@@ -514,8 +514,13 @@ def test_a_window_bounds_what_is_under_way(node: Node, peer: Peer) -> None:
         ("filter.key.pattern", "("),
         ("filter.value", "price"),
         ("filter.value", "$.a == x"),
+        ("filter.value", "$.a == " + "[" * 4000),
+        ("filter.value", '$.a == "\udcff"'),
+        ("filter.key.pattern", "\udcff"),
+        ("filter.key.prefix", "x" * 5000),
         ("filter.operations", "mutation,upsert"),
         ("accept.vbuckets", "1-x"),
+        ("accept.vbuckets", "9-1"),
         ("no.such.setting", "1"),
     ],
 )

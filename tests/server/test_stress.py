@@ -1,4 +1,4 @@
-"""A crowd: many connections, many that follow, some that never read, and bytes that make no sense.
+"""A crowd: many connections, many that follow, and some that never read.
 
 What is measured in time belongs to the benchmarks; here it is that nothing is lost, nobody is left out and
 memory stays bounded.
@@ -7,9 +7,6 @@ memory stays bounded.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import random
 import selectors
 import socket
 import struct
@@ -183,81 +180,6 @@ def test_a_peer_that_asks_and_never_reads_its_answers_is_not_read_from(node: Nod
         with Peer(node, None) as other:
             assert other.get(b"large").status == 0
         assert node.memory() - before < 100 * MIB
-
-
-# ── Bytes that make no sense ──────────────────────────────────────────────────────────────────────
-
-
-def nonsense(chance: random.Random, printed: list[bytes]) -> bytes:
-    """Noise, damaged packets, packets cut short, and well-formed ones of every opcode with odd bodies."""
-    kind = chance.randrange(5)
-    if kind == 0:
-        return chance.randbytes(chance.randrange(1, 200))
-    if kind == 1:
-        damaged = bytearray(chance.choice(printed))
-        for _ in range(chance.randrange(1, 4)):
-            damaged[chance.randrange(len(damaged))] = chance.randrange(256)
-        return bytes(damaged)
-    if kind == 2:
-        packet = chance.choice(printed)
-        return packet[: chance.randrange(1, len(packet) + 1)]
-    if kind == 3:
-        return b"".join(chance.choice(printed) for _ in range(chance.randrange(1, 10)))
-    extras, key, value = (chance.randbytes(chance.choice((0, 0, 4, 8, 20, 32, 40))) for _ in range(3))
-    head = struct.pack(
-        ">BBHBBHIIQ",
-        chance.choice((0x80, 0x80, 0x80, 0x81)),
-        chance.randrange(256),
-        len(key),
-        len(extras),
-        chance.choice((0, 0, 0, 1, 2)),
-        chance.randrange(20),
-        len(extras) + len(key) + len(value),
-        chance.getrandbits(32),
-        chance.choice((0, chance.getrandbits(64))),
-    )
-    return head + extras + key + value
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_fuzzed_over_the_socket_it_answers_or_closes_and_serves_others(tmp_path: Path) -> None:
-    files = (Path(__file__).parents[1] / "vectors").glob("*.json")
-    printed = [bytes.fromhex(text) for file in files for text in _hex_strings(json.loads(file.read_text()))]
-    assert len(printed) >= 35
-    seed = int(os.environ.get("UPPER_FUZZ_SEED", "0")) or random.SystemRandom().getrandbits(32)
-    print(f"seed {seed}: UPPER_FUZZ_SEED={seed} repeats this")  # noqa: T201
-    chance = random.Random(seed)
-    rounds = served = 0
-    with Node(tmp_path / "data").start() as node, Peer(node, None) as witness:
-        deadline = time.monotonic() + float(os.environ.get("UPPER_FUZZ_SECONDS", "20"))
-        while time.monotonic() < deadline:
-            with node.connect() as connection, contextlib.suppress(ConnectionError, TimeoutError):
-                connection.settimeout(0.02)
-                for _ in range(chance.randrange(1, 8)):
-                    connection.sendall(nonsense(chance, printed))
-                    with contextlib.suppress(TimeoutError):
-                        connection.recv(1 << 16)
-            rounds += 1
-            if rounds % 20 == 0:
-                # Some of the noise changes states: that is what an administrator without a password may do.
-                witness.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", partition=15)
-                assert witness.set(b"witness", b"%d" % rounds, partition=15).status == 0
-                assert witness.get(b"witness", partition=15).value == b"%d" % rounds
-                served += 1
-        assert served > 5
-        assert "Traceback" not in node.log, f"seed {seed}:\n{node.log[-3000:]}"
-        assert node.stop() == 0
-
-
-def _hex_strings(content: object) -> list[str]:
-    """Every packet of the vectors, wherever the file keeps them."""
-    if isinstance(content, dict):
-        own = [content["on_the_wire"]] if isinstance(content.get("on_the_wire"), str) else []
-        return own + [text for value in content.values() for text in _hex_strings(value)]
-    if isinstance(content, list):
-        return [text for value in content for text in _hex_strings(value)]
-    return []
 
 
 def test_a_packet_in_pieces_is_one_packet(node: Node) -> None:

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +23,6 @@ from upper import kernel
 from upper.errors import (
     AuthenticationFailed,
     BadMagic,
-    InvalidArguments,
     NotAllowed,
     NotMyPartition,
     UnknownOpcode,
@@ -37,6 +34,7 @@ from upper.server.desk import Desk, is_stream_packet
 from upper.server.listen import without_delay
 from upper.server.settings import is_loopback
 from upper.server.table import TABLE, Call, Quiet, Reply, Row
+from upper.server.waiting import Answers, Input
 from upper.wire.codes import Feature, Opcode, Status
 from upper.wire.packet import HEADER, HEADER_SIZE, REQUEST, RESPONSE, Header, header
 
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RUN = "run"  # the name under which runs of the kernel are timed
+TURN = 256  # stream requests after which their answers leave, to see whether the peer reads them
 ROOM = 4 << 20  # bytes of answers after which a run is interrupted to see whether the peer reads them
 LINGER = 1.0  # seconds that a peer gets to read why it is being closed
 LINGER_BYTES = 1 << 20  # bytes that it may still send meanwhile
@@ -77,12 +77,10 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._hello = False
         self._fast = False
-        self._parts: list[bytes] = []
-        self._have = self._need = 0
-        self._held: deque[tuple[int, bytearray]] = deque()
+        self._input = Input()
+        self._held = Answers()
         self._due = 0  # the batch that the last write of this peer is in
-        self._held_bytes = 0
-        self._busy: asyncio.Task[None] | None = None
+        self._busy: asyncio.Future[Reply] | None = None
         self._reading = True
         self._ending = self._leaving = False
         self._thrown_away = 0
@@ -106,7 +104,7 @@ class Connection(asyncio.Protocol):
         self._transport = None
         self._ending = True
         self._held.clear()
-        self._parts.clear()
+        self._input.clear()
         if self._busy is not None:
             self._busy.cancel()
         if self.desk is not None:
@@ -137,27 +135,27 @@ class Connection(asyncio.Protocol):
             if self._thrown_away > LINGER_BYTES:
                 self.abort()
             return
-        if self._parts or self._busy is not None or not self._reading:
-            self._parts.append(data)
-            self._have += len(data)
-            if self._have < self._need or self._busy is not None or not self._reading:
+        kept = self._input
+        if kept.parts or self._busy is not None or not self._reading:
+            kept.add(data)
+            if kept.size < kept.needed or self._busy is not None or not self._reading:
                 self._mind_the_backlog()
                 return
-            data = self._collected()
+            data = kept.take()
         self._work(data)
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, data: bytes) -> None:
         """Answer every whole packet in `data`, and keep the rest."""
-        bucket = self.node.bucket
-        at, size, waits = 0, len(data), False
+        bucket, node = self.node.bucket, self.node
+        at, size, waits, asked = 0, len(data), False, 0
         out = bytearray()
         bucket.clock.move()
         try:
             while at < size:
                 if self._fast:
-                    start = at
+                    start, began = at, time.perf_counter()
                     at, waiting = kernel.run(
                         data,
                         at,
@@ -165,10 +163,12 @@ class Connection(asyncio.Protocol):
                         bucket.clock,
                         bucket.pending,
                         out,
-                        limit=self.node.settings.limits.item,
+                        limit=node.settings.limits.item,
                         delete_cas=self._hello,
                     )
-                    waits |= waiting or (at > start and self.node.barrier > self.node.committed)
+                    if at > start:
+                        node.timings.command(RUN, time.perf_counter() - began)
+                        waits |= waiting or node.barrier > node.committed
                     if at == size:
                         break
                 if len(out) >= ROOM:
@@ -183,18 +183,20 @@ class Connection(asyncio.Protocol):
                     # Streams have an order of their own; what was asked before them is answered before them.
                     self._answer(out, waits)
                     out, waits = bytearray(), False
-                    self._stream_packet(head, data[at : at + head.size])
+                    asked += 1
+                    self._stream_packet(head, data[at : at + head.size], pause=asked % TURN == 0)
                 else:
                     waits |= self._command(head, data, at, out)
                 at += head.size
-                if self._ending or self._leaving or self._busy is not None:
-                    self._need = 0  # whatever is left is looked at when this is done
+                if self._ending or self._leaving or self._busy is not None or not self._reading:
+                    self._input.needed = 0  # whatever is left is looked at when this is done
                     break
         except UpperError as error:
             self._answer(out, waits)
             self._broken(data, at, error)
             return
-        self._keep(data, at)
+        if not self._ending:
+            self._input.put_back(data, at)
         self._answer(out, waits)
         self._leave_if_answered()
 
@@ -204,16 +206,14 @@ class Connection(asyncio.Protocol):
         if left < HEADER_SIZE:
             if data[at] not in (REQUEST, RESPONSE):
                 raise BadMagic(f"magic 0x{data[at]:02x} begins no packet; expected 0x80 or 0x81", at=at)
-            self._need = HEADER_SIZE
+            self._input.needed = HEADER_SIZE
             return None
-        limits = self.node.settings.limits
-        known = self.user is not None or not self.node.users
-        head = header(data, at, max_body=limits.body if known else limits.before_login)
-        if not known and self.bytes_in > limits.before_login:
+        head = header(data, at, max_body=self._largest)
+        if not self._known and self.bytes_in > self._largest:
             raise AuthenticationFailed(
-                f"{limits.before_login} bytes came without a login; authenticate with SASL first"
+                f"{self._largest} bytes came without a login; authenticate with SASL first"
             )
-        self._need = head.size
+        self._input.needed = head.size
         return head if left >= head.size else None
 
     def _command(self, head: Header, data: bytes, at: int, out: bytearray) -> bool:
@@ -240,33 +240,24 @@ class Connection(asyncio.Protocol):
             for reply in result:
                 self._reply(reply, head, row, out)
         else:
-            self._busy = self.node.loop.create_task(self._later(result, head, row))
+            self._busy = asyncio.ensure_future(result, loop=self.node.loop)
+            self._busy.add_done_callback(lambda done: self._later(done, head, row))
         self.node.timings.command(row.name, time.perf_counter() - started)
         return row.waits
 
     def _call(self, row: Row, head: Header, data: bytes, at: int) -> Call:
         """The request as its handler wants it, once everything that its row asks for holds."""
-        if self.user is None and self.node.users is not None and not row.anybody:
+        if not self._known and not row.anybody:
             raise AuthenticationFailed("authenticate with SASL first")
         if row.role not in self.roles:
             raise NotAllowed(
                 f"{row.name} needs the role {' and '.join(row.role.names)}; ask an administrator"
             )
-        if head.magic != REQUEST:
-            raise InvalidArguments("this node asked for nothing that this could answer")
+        row.check(head)
         body = at + HEADER_SIZE
         key_at = body + head.extras_length
         value_at = key_at + head.key_length
         end = at + head.size
-        if head.extras_length not in row.extras:
-            wanted = " or ".join(map(str, row.extras))
-            raise InvalidArguments(f"{row.name} has {wanted} bytes of extras, not {head.extras_length}")
-        if row.key is not None and row.key != (head.key_length > 0):
-            raise InvalidArguments(f"{row.name} {'needs a' if row.key else 'has no'} key")
-        if head.key_length > 250:
-            raise InvalidArguments(f"a key has at most 250 bytes, not {head.key_length}")
-        if row.value is False and end > value_at:
-            raise InvalidArguments(f"{row.name} has no value")
         store: PartitionStore | None = None
         if row.state is not None:
             store = self.node.partition(head.vbucket, row.state)
@@ -283,15 +274,21 @@ class Connection(asyncio.Protocol):
             cast("PartitionStore", store),
         )
 
-    async def _later(self, awaited: Awaitable[Reply], head: Header, row: Row) -> None:
-        """Finish a command that takes its time; what came behind it is read afterwards."""
+    def _later(self, done: asyncio.Future[Reply], head: Header, row: Row) -> None:
+        """A command that took its time is done; what came behind it is looked at now."""
+        if done.cancelled():
+            return  # the peer is gone
+        self._busy = None
         try:
-            reply = await awaited
+            reply = done.result()
         except UpperError as error:
             reply = refusal(error)
+        except Exception:
+            log.exception("%s: %s failed; closed", self.peer, row.name)
+            self.abort()
+            return
         out = bytearray()
         self._reply(reply, head, row, out)
-        self._busy = None
         self._answer(out, row.waits)
         self._leave_if_answered()
         self._go_on()
@@ -304,11 +301,15 @@ class Connection(asyncio.Protocol):
                 return
         out += packed(reply, opcode=head.opcode, opaque=head.opaque)
 
-    def _stream_packet(self, head: Header, packet: bytes) -> None:
+    def _stream_packet(self, head: Header, packet: bytes, *, pause: bool) -> None:
+        """To the desk. With `pause` its answers leave first, to see whether the peer reads them."""
         self.requests += 1
         if self.desk is None:
             self.desk = Desk(self)
         self.desk.receive(head, packet)
+        if pause:
+            self.desk.flush()
+            self._may_go_on()
 
     # ── Answers ───────────────────────────────────────────────────────────────────────────────────
 
@@ -330,21 +331,13 @@ class Connection(asyncio.Protocol):
                 self.desk.flush()  # what was asked before this is answered before it
             self.send(out)
             return
-        if self._held and due <= self._held[-1][0]:
-            self._held[-1][1].extend(out)
-        else:
-            self._held.append((due, out))
-        self._held_bytes += len(out)
+        self._held.hold(due, out)
         self.node.waiting[self.number] = self
         self._mind_the_backlog()
 
     def release(self, done: int, failed: BaseException | None) -> bool:
         """Write what a commit has made true; false when nothing is held any more."""
-        held = self._held
-        ready = bytearray()
-        while held and held[0][0] <= done:
-            ready += held.popleft()[1]
-        self._held_bytes -= len(ready)
+        ready = self._held.release(done)
         if failed is not None and (ready or self._due == done):
             # Some of these say that a change is safe. It is not, and a quiet one may be among them that says
             # nothing: the peer is told of the failure for each, and must find out by itself what is true.
@@ -354,7 +347,7 @@ class Connection(asyncio.Protocol):
         self._leave_if_answered()
         if not self._reading:
             self._go_on()
-        return bool(held)
+        return bool(self._held)
 
     def send(self, data: bytes | bytearray) -> None:
         """To the peer, now."""
@@ -368,7 +361,7 @@ class Connection(asyncio.Protocol):
             return
         self.send(last)
         self._ending = True
-        self._parts.clear()
+        self._input.clear()
         self._transport.resume_reading()
         if self._transport.can_write_eof():
             self._transport.write_eof()
@@ -398,7 +391,7 @@ class Connection(asyncio.Protocol):
     def backlog(self) -> int:
         """Bytes that wait in this process for the peer or for the disk."""
         waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        return waiting + self._held_bytes
+        return waiting + self._held.size
 
     def _broken(self, data: bytes, at: int, error: UpperError) -> None:
         """The framing cannot be trusted any more: answer where that is possible, then close."""
@@ -428,6 +421,17 @@ class Connection(asyncio.Protocol):
         self._choose_path()
 
     @property
+    def _known(self) -> bool:
+        """Has the peer logged in, where it has to?"""
+        return self.user is not None or self.node.users is None
+
+    @property
+    def _largest(self) -> int:
+        """Bytes of a packet that this peer may send; before a login, of all that it may send."""
+        limits = self.node.settings.limits
+        return limits.body if self._known else limits.before_login
+
+    @property
     def said_hello(self) -> bool:
         return self._hello
 
@@ -443,27 +447,16 @@ class Connection(asyncio.Protocol):
 
     # ── Input that waits ──────────────────────────────────────────────────────────────────────────
 
-    def _keep(self, data: bytes, at: int) -> None:
-        if at < len(data) and not self._ending:
-            self._parts.insert(0, data[at:] if at else data)
-            self._have = sum(map(len, self._parts))
-
-    def _collected(self) -> bytes:
-        data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
-        self._parts.clear()
-        self._have = self._need = 0
-        return data
-
     def _may_go_on(self) -> bool:
         """False when the peer does not read, or too much waits for the disk: then nothing more is read."""
         if not self._clogged:
             return True
-        self._need = 0
+        self._input.needed = 0
         self._pause()
         return False
 
     def _mind_the_backlog(self) -> None:
-        full = self._have > self.node.settings.limits.body + HEADER_SIZE and self._busy is not None
+        full = self._busy is not None and self._input.size > self._largest + HEADER_SIZE
         if full or self._clogged:
             self._pause()
 
@@ -473,7 +466,7 @@ class Connection(asyncio.Protocol):
 
         Who follows may be slow without being cut off from what it says: acknowledgements, answers to NOOP.
         """
-        if self._held_bytes >= self.node.settings.limits.held:
+        if self._held.size >= self.node.settings.limits.held:
             return True
         return not self.writable and (
             self.desk is None or self.backlog > 4 * self.node.settings.streams.buffer
@@ -494,8 +487,8 @@ class Connection(asyncio.Protocol):
             return
         if self._clogged:
             return
-        if self._parts and self._have >= self._need:
-            self._work(self._collected())
+        if self._input.parts and self._input.size >= self._input.needed:
+            self._work(self._input.take())
         if not self._reading and self._may_read:
             self._reading = True
             self._transport.resume_reading()

@@ -1,7 +1,8 @@
 """What a consumer may set for the streams that it opens from then on.
 
 CONTROL carries a name and a text. Names are those that shipped in DCP where there is one. A name that is
-not in the table, or a text that cannot be read, is refused with a sentence, and nothing changes.
+not in the table, or a text that cannot be read, is refused with a sentence, and nothing changes. Texts are
+short: what a consumer may make the node compile, remember and show has a bound.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from upper.server.filters import EVERYTHING, Filter
 
 MAX_WINDOW = 1 << 31
 MAX_NAME = 200
+MAX_TEXT = 4096  # bytes
 
 
 class Controls:
@@ -24,60 +26,66 @@ class Controls:
         self.noop_interval = 20.0  # seconds
         self.name = ""
         self.filter: Filter = EVERYTHING
-        self._accepted: frozenset[int] | None = None  # partitions; None = all
+        self._accepted: list[range] | None = None  # partitions; None = all
 
-    def set(self, name: str, text: str) -> None:
-        try:
-            setter = SETTINGS[name]
-        except KeyError:
+    def set(self, name: bytes, text: bytes) -> None:
+        setter = SETTINGS.get(name.decode(errors="replace"))
+        if setter is None:
             known = ", ".join(SETTINGS)
-            raise InvalidArguments(f"there is no setting {name!r}; there are {known}") from None
-        setter(self, text)
+            unknown = name[:80].decode(errors="replace")
+            raise InvalidArguments(f"there is no setting {unknown!r}; there are {known}")
+        if len(text) > MAX_TEXT:
+            raise InvalidArguments(f"a setting has at most {MAX_TEXT} bytes, not {len(text)}")
+        try:
+            setter(self, text)
+        except UnicodeDecodeError:
+            raise InvalidArguments("this setting is a text; send it as UTF-8") from None
 
     def accepts(self, partition: int) -> bool:
-        return self._accepted is None or partition in self._accepted
+        return self._accepted is None or any(partition in some for some in self._accepted)
 
     # One method for each row of the table below.
 
-    def _window(self, text: str) -> None:
-        self.window = _number(text, "connection_buffer_size", 0, MAX_WINDOW)
+    def _window(self, text: bytes) -> None:
+        self.window = _number(text.decode(), "connection_buffer_size", 0, MAX_WINDOW)
 
-    def _noop(self, text: str) -> None:
-        if text not in ("true", "false"):
-            raise InvalidArguments(f"enable_noop is true or false, not {text!r}")
-        self.noop = text == "true"
+    def _noop(self, text: bytes) -> None:
+        if text not in (b"true", b"false"):
+            raise InvalidArguments(f"enable_noop is true or false, not {text.decode()!r}")
+        self.noop = text == b"true"
 
-    def _interval(self, text: str) -> None:
+    def _interval(self, text: bytes) -> None:
         try:
-            interval = float(text)
+            interval = float(text.decode())
         except ValueError:
             interval = 0.0
         if not 0.1 <= interval <= 86400:
-            raise InvalidArguments(f"set_noop_interval is a number of seconds, not {text!r}")
+            raise InvalidArguments("set_noop_interval is a number of seconds from 0.1 to 86400")
         self.noop_interval = interval
 
-    def _name(self, text: str) -> None:
-        if len(text) > MAX_NAME or not text.isprintable():
+    def _name(self, text: bytes) -> None:
+        name = text.decode()
+        if len(name) > MAX_NAME or not name.isprintable():
             raise InvalidArguments(f"a name has at most {MAX_NAME} printable characters")
-        self.name = text
+        self.name = name
 
-    def _prefix(self, text: str) -> None:
-        self.filter = self.filter.with_prefix(text.encode(errors="surrogateescape"))
+    def _prefix(self, text: bytes) -> None:
+        self.filter = self.filter.with_prefix(text)  # keys are bytes, and need not be UTF-8
 
-    def _pattern(self, text: str) -> None:
-        self.filter = self.filter.with_pattern(text)
+    def _pattern(self, text: bytes) -> None:
+        self.filter = self.filter.with_pattern(text.decode())
 
-    def _value(self, text: str) -> None:
-        self.filter = self.filter.with_value(text)
+    def _value(self, text: bytes) -> None:
+        self.filter = self.filter.with_value(text.decode())
 
-    def _operations(self, text: str) -> None:
-        self.filter = self.filter.with_operations(text)
+    def _operations(self, text: bytes) -> None:
+        self.filter = self.filter.with_operations(text.decode())
 
-    def _accept(self, text: str) -> None:
-        self._accepted = frozenset(parse_partitions(text)) if text.strip() else None
+    def _accept(self, text: bytes) -> None:
+        self._accepted = parse_partitions(text.decode()) if text.strip() else None
 
 
-_TABLE: Mapping[str, tuple[Callable[[Controls, str], None], str]] = {
+_TABLE: Mapping[str, tuple[Callable[[Controls, bytes], None], str]] = {
     "connection_buffer_size": (Controls._window, "bytes that may be unacknowledged; 0 = any number"),
     "enable_noop": (Controls._noop, "true: the node asks a silent consumer whether it is there"),
     "set_noop_interval": (Controls._interval, "seconds of silence before it asks; after two it closes"),
@@ -92,14 +100,16 @@ SETTINGS = {name: setter for name, (setter, _) in _TABLE.items()}
 ABOUT = {name: about for name, (_, about) in _TABLE.items()}
 
 
-def parse_partitions(text: str) -> set[int]:
-    """`0-15,99` as numbers."""
-    found: set[int] = set()
+def parse_partitions(text: str) -> list[range]:
+    """`0-15,99` as ranges."""
+    found: list[range] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         low = _number(first, "a partition", 0, 65535)
         high = _number(last, "a partition", 0, 65535) if dash else low
-        found.update(range(low, high + 1))
+        if high < low:
+            raise InvalidArguments(f"{part.strip()!r} runs backwards; write {high}-{low}")
+        found.append(range(low, high + 1))
     return found
 
 
@@ -109,5 +119,5 @@ def _number(text: str, what: str, least: int, most: int) -> int:
     except ValueError:
         number = least - 1
     if not least <= number <= most:
-        raise InvalidArguments(f"{what} is a number from {least} to {most}, not {text!r}")
+        raise InvalidArguments(f"{what} is a number from {least} to {most}, not {text[:80]!r}")
     return number

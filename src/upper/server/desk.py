@@ -218,9 +218,7 @@ class Desk(Sender):
         self.stop(stream, EndReason.CLOSED)
 
     def _control(self, message: Control) -> None:
-        self.controls.set(
-            message.name.decode(errors="replace"), message.setting.decode(errors="surrogateescape")
-        )
+        self.controls.set(message.name, message.setting)
         if message.name == b"connection_buffer_size" and self.window.resize(self.controls.window):
             self._schedule()
         self._say(Acknowledged(opcode=0x5E, opaque=message.opaque))

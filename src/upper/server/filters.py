@@ -133,7 +133,7 @@ def _by_pattern(pattern: str) -> Judge:
 # ── Values: a JSON path compared with a JSON literal ──────────────────────────────────────────────
 
 _COMPARISON = re.compile(
-    r"\s*(\$(?:\.[A-Za-z_][\w-]*|\[\d+\]|\[\"[^\"]*\"\])*)\s*(==|!=|<=|>=|<|>)\s*(.+?)\s*", re.S
+    r"\s*(\$(?:\.[A-Za-z_][\w-]*|\[\d+\]|\[\"[^\"]*\"\])*)\s*(==|!=|<=|>=|<|>)(.+)", re.S
 )
 _STEP = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\d+)\]|\[\"([^\"]*)\"\]")
 _ORDER: Mapping[str, Callable[[object, object], bool]] = {
@@ -154,8 +154,10 @@ def _by_value(comparison: str) -> Judge:
         )
     try:
         literal = json.loads(match[3])
-    except ValueError:
-        raise InvalidArguments(f"{match[3]!r} is not a JSON literal; text needs double quotes") from None
+    except (ValueError, RecursionError):
+        raise InvalidArguments(
+            f"{match[3].strip()[:80]!r} is not a JSON literal; text needs double quotes"
+        ) from None
     path = [int(number) if number else name or quoted for name, number, quoted in _STEP.findall(match[1])]
     compare = _ORDER[match[2]]
 
@@ -165,9 +167,9 @@ def _by_value(comparison: str) -> Judge:
         start = 24 + record[4] + (record[2] << 8 | record[3])
         try:
             found = _walk(json.loads(record[start:]), path)
-        except (ValueError, LookupError, RecursionError):
-            return False
-        return _comparable(found, literal) and compare(found, literal)
+            return _comparable(found, literal) and compare(found, literal)
+        except (ValueError, LookupError, RecursionError, TypeError):
+            return False  # no JSON, no such place in it, or lists of things that have no order
 
     return judge
 

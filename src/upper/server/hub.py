@@ -8,10 +8,13 @@ streams alike (and all of ours do) share those bytes. A connection is written to
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 from upper import kernel
+from upper.model.messages import EndReason
 from upper.model.values import Partition, Seqno
 from upper.server.speech import IN_UPR
 from upper.storage.records import seqno_of
@@ -34,8 +37,8 @@ class Line:
         self.store = store
         self.reached = store.durable  # the last seqno that every stream in step has been sent
         self.items = self.bytes = 0
-        self.streams: dict[Stream, Follower] = {}  # all that are open, in step or not
-        self.waiting: dict[Stream, Follower] = {}  # those with a snapshot in hand that is not durable yet
+        self.streams: dict[Stream, Streamer] = {}  # all that are open, in step or not
+        self.waiting: dict[Stream, Streamer] = {}  # those with a snapshot in hand that is not durable yet
         # What stands around the records of a commit, opaque still to be filled in.
         self.frame = (IN_UPR.snapshot_start(store.id, 0), IN_UPR.snapshot_end(store.id, 0))
 
@@ -46,7 +49,7 @@ class Choir:
     Connections that follow the same partitions under the same opaques are one choir, and hear the same bytes.
     """
 
-    __slots__ = ("slots",)
+    __slots__ = ("__weakref__", "slots")
 
     def __init__(self, slots: frozenset[int]) -> None:
         self.slots = {slot >> 32: slot for slot in slots}
@@ -107,26 +110,42 @@ class Batch:
         return made
 
 
-class Follower:
-    """What the hub needs of a connection that follows."""
+class Follower(ABC):
+    """What the hub needs of a connection that hears of commits."""
 
+    @abstractmethod
     def feed(self, batch: Batch) -> None:
-        """A commit is durable: forward it to the streams in step."""
-        raise NotImplementedError
+        """A commit is durable: forward it."""
 
+    @abstractmethod
+    def flushed(self, partition: int) -> None:
+        """Everything of a partition is gone."""
+
+    @abstractmethod
+    def lost(self, partition: int) -> None:
+        """A partition is not active here any more, or its history went another way."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Close the connection: what it was sent cannot be trusted any more."""
+
+
+class Streamer(Follower):
+    """A connection whose partitions are streams, each with a machine of its own."""
+
+    @abstractmethod
     def hear(self, stream: Stream, runs: list[Run]) -> None:
         """A commit of one partition that a stream must be told of by itself."""
-        raise NotImplementedError
 
-    def abandon(self) -> None:
-        """Close the connection: its streams cannot be trusted any more."""
-        raise NotImplementedError
+    @abstractmethod
+    def stop(self, stream: Stream, reason: EndReason) -> None:
+        """End a stream, and say why."""
 
     def flushed(self, partition: int) -> None:
-        """Everything of a partition is gone. For who follows without streams."""
+        """Nothing more: each stream heard of it."""
 
     def lost(self, partition: int) -> None:
-        """A partition is not active here any more. For who follows without streams."""
+        """Nothing more: each stream was stopped."""
 
 
 class Run:
@@ -148,7 +167,7 @@ class Hub:
     def __init__(self, bucket: Bucket) -> None:
         self.lines = [Line(store) for store in bucket.partitions]
         self.followers: dict[Follower, None] = {}
-        self._choirs: dict[frozenset[int], Choir] = {}
+        self._choirs: WeakValueDictionary[frozenset[int], Choir] = WeakValueDictionary()
         self._after: list[tuple[int, Callable[[], None]]] = []
         self.open = 0  # streams
         self.commits = self.changes = 0
@@ -161,7 +180,7 @@ class Hub:
             self._tell_all(kernel.group(commit.records))
         self._due(commit.ticket)
 
-    def enter(self, stream: Stream, follower: Follower) -> None:
+    def enter(self, stream: Stream, follower: Streamer) -> None:
         """A stream opens. While nobody follows, lines are not kept up; the first to come catches up."""
         if not stream.line.streams:
             stream.line.reached = stream.store.durable
@@ -206,7 +225,7 @@ class Hub:
         flushed = [p for p in groups if self.lines[p].store.purged > self.lines[p].reached]
         return [(p, list(runs(groups.pop(p), self.lines[p].reached))) for p in flushed]
 
-    def _tell(self, line: Line, told: list[Run], *, only: dict[Stream, Follower]) -> None:
+    def _tell(self, line: Line, told: list[Run], *, only: dict[Stream, Streamer]) -> None:
         for stream, follower in tuple(only.items()):
             try:
                 follower.hear(stream, told)
@@ -222,10 +241,6 @@ class Hub:
         """The one choir of these slots."""
         choir = self._choirs.get(slots)
         if choir is None:
-            if (
-                len(self._choirs) > 1000
-            ):  # nobody leaves by name; those that are still sung in are found again
-                self._choirs.clear()
             choir = self._choirs[slots] = Choir(slots)
         return choir
 
@@ -245,10 +260,6 @@ class Hub:
         line = self.lines[partition]
         assert not line.streams, "a partition that goes back ends its streams first"
         line.reached = line.store.durable
-
-    def streams(self) -> Iterator[tuple[Stream, Follower]]:
-        for line in self.lines:
-            yield from line.streams.items()
 
 
 def runs(records: list[bytes], reached: int) -> Iterator[Run]:

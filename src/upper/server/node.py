@@ -20,11 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from upper import kernel
 from upper.errors import Busy, NotMyPartition, StorageError
 from upper.model.messages import EndReason
-from upper.model.values import BranchId, Partition, Seqno, State
+from upper.model.values import BranchId, Seqno, State
 from upper.server import commands
 from upper.server.auth import Users, load_users
 from upper.server.connection import Connection
-from upper.server.desk import Desk
 from upper.server.hub import Hub
 from upper.server.listen import listen
 from upper.server.metrics import MetricsPage
@@ -38,6 +37,7 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds
 MINUTE = 60.0
+TAP_SESSIONS = 1000  # of clients that are away
 
 assert commands.__all__, "importing the commands fills their table"
 
@@ -88,7 +88,6 @@ class Node:
         self._map: bytes | None = None
         self._revision = int(time.time())
         self._servers: list[asyncio.Server] = []
-        self._handed: dict[int, Stream | None] = {}
         self._ticker: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Event | None = None
 
@@ -238,6 +237,13 @@ class Node:
         self.set_state(store, State.DEAD, keep=stream)
         self.hub.after(self.due, then)
 
+    def reopen(self, store: PartitionStore, *, keep: Stream | None = None) -> None:
+        """A takeover broke off before it was done: the copy here takes writes again."""
+        try:
+            self.set_state(store, State.ACTIVE, keep=keep)
+        except StorageError as error:
+            log.error("partition %d: a takeover broke off and it stays %s, %s", store.id, store.state, error)
+
     def promote(self, store: PartitionStore, to: Seqno | None, *, fresh: BranchId) -> Seqno:
         """Begin a branch where the partition stands, or first go back; answers where it stands now."""
         self._end_streams(store, None)
@@ -260,10 +266,9 @@ class Node:
     def _end_streams(self, store: PartitionStore, keep: Stream | None) -> None:
         for stream, follower in tuple(self.hub.lines[store.id].streams.items()):
             if stream is not keep:
-                assert isinstance(follower, Desk)
                 follower.stop(stream, EndReason.STATE_CHANGED)
-        for follower in tuple(self.hub.followers):
-            follower.lost(store.id)
+        for other in tuple(self.hub.followers):
+            other.lost(store.id)
 
     def cluster_map(self) -> bytes:
         """Who holds what, as Couchbase clients read it: this node, and all that is active on it."""
@@ -309,12 +314,14 @@ class Node:
         session.items = session.bytes = 0
         if kept and self._tap_sessions.get(session.name) is session:
             session.left = self.loop.time()
+            del self._tap_sessions[session.name]
+            self._tap_sessions[session.name] = session  # in the order of their leaving
+            away = [name for name, other in self._tap_sessions.items() if other.left is not None]
+            for name in away[:-TAP_SESSIONS]:  # names are cheap to make up
+                del self._tap_sessions[name]
 
     def _forget_tap_sessions(self, now: float) -> None:
         kept = self.settings.streams.tap_kept
         old = [n for n, s in self._tap_sessions.items() if s.left is not None and now - s.left > kept]
         for name in old:
             del self._tap_sessions[name]
-
-    def connections_of(self, partition: Partition) -> int:
-        return len(self.hub.lines[partition].streams)

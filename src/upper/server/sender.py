@@ -31,8 +31,8 @@ from upper.history.producing import (
 )
 from upper.history.window import FlowWindow
 from upper.model.messages import EndReason
-from upper.model.values import NO_END, Seqno, State
-from upper.server.hub import Batch, Choir, Follower, Run
+from upper.model.values import NO_END, Seqno
+from upper.server.hub import Batch, Choir, Run, Streamer
 from upper.server.streams import Stream, Todo
 from upper.storage.records import seqno_of
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 DIRECT = 64 << 10  # pieces from this size on are written as they are; smaller ones are joined first
 
 
-class Sender(Follower):
+class Sender(Streamer):
     """The streams of one connection, and what leaves through it."""
 
     def __init__(self, connection: Connection) -> None:
@@ -160,7 +160,7 @@ class Sender(Follower):
                 case CloseWrites():
                     self.node.hand_over(stream.store, stream, lambda: self._handed(stream))
                 case Reopen():
-                    self.node.set_state(stream.store, State.ACTIVE, keep=stream)
+                    self.node.reopen(stream.store, keep=stream)
                 case Retire():
                     pass  # it is dead since its writes were closed
                 case End(reason):
@@ -279,6 +279,13 @@ class Sender(Follower):
     def _pump(self) -> None:
         """Send from the store, as much as there is room for and as one turn allows."""
         self._scheduled = False
+        try:
+            self._send_some()
+        except Exception:
+            log.exception("%s: streams could not be fed; the connection is closed", self.connection.peer)
+            self.abandon()
+
+    def _send_some(self) -> None:
         budget = self.node.settings.streams.turn
         while self._queue and budget > 0 and self._has_room:
             stream = self._queue[0]

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, TypeAlias
 
 from upper import kernel
-from upper.errors import KeyNotFound
+from upper.errors import InvalidArguments, KeyNotFound
 from upper.history.producing import Sending
 from upper.model.values import State
 from upper.server.desk import Desk
@@ -315,7 +315,11 @@ GROUPS: Mapping[str, str] = {
 def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
     """The rows of a STAT group, as (name, value)."""
     head, _, rest = name.partition(" ")
-    number = int(rest) if rest.isdigit() else None
+    number = None
+    if rest:
+        if not (rest.isascii() and rest.isdigit() and len(rest) < 10):
+            raise InvalidArguments(f"behind {head[:80]!r} comes a number, or nothing")
+        number = int(rest)
     match head:
         case "" | "memory":
             for row in GENERAL if head == "" else MEMORY:
@@ -340,7 +344,7 @@ def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
         case "reset":
             return
         case _:
-            raise KeyNotFound(f"there is no group {head!r}; there are {', '.join(filter(None, GROUPS))}")
+            raise KeyNotFound(f"there is no group {head[:80]!r}; there are {', '.join(filter(None, GROUPS))}")
 
 
 def _stream_rows(node: Node) -> Iterator[tuple[str, str]]:

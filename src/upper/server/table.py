@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeAlias
 
+from upper.errors import InvalidArguments
 from upper.model.values import State
 from upper.server.auth import Role
+from upper.storage.partition import MAX_KEY
 from upper.wire.codes import Opcode
+from upper.wire.packet import REQUEST, Header
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
@@ -83,6 +86,20 @@ class Row:
     waits: bool  # the answer may rest on a change that is not durable yet
     anybody: bool  # allowed before a login
     name: str
+
+    def check(self, head: Header) -> None:
+        """Refuse a request whose parts are not those of this command."""
+        if head.magic != REQUEST:
+            raise InvalidArguments("this node asked for nothing that this could answer")
+        if head.extras_length not in self.extras:
+            wanted = " or ".join(map(str, self.extras))
+            raise InvalidArguments(f"{self.name} has {wanted} bytes of extras, not {head.extras_length}")
+        if self.key is not None and self.key != (head.key_length > 0):
+            raise InvalidArguments(f"{self.name} {'needs a' if self.key else 'has no'} key")
+        if head.key_length > MAX_KEY:
+            raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {head.key_length}")
+        if self.value is False and head.body > head.extras_length + head.key_length:
+            raise InvalidArguments(f"{self.name} has no value")
 
 
 _ROWS: dict[int, Row] = {}

@@ -5,8 +5,9 @@ to where it has acknowledged. A named client that comes back while its session i
 acknowledged; what was under way is sent again. Messages are made from the store, a partition at a time and
 each key once, so a client that does not read costs one snapshot of one partition and nothing else.
 
-A client that fell behind a flush, or behind deletions that no longer exist, is sent a flush and everything
-anew.
+A client that fell behind a flush or behind deletions that no longer exist, or that was sent what a branch of
+history took back, is sent a flush and everything anew. TAP has no word for a partition that is not active
+here any more: its client is hung up on, so that it notices.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from upper.errors import InvalidArguments, NotAllowed, NotSupported
 from upper.model.messages import (
@@ -29,19 +30,28 @@ from upper.model.messages import (
     Tap,
     TapConnect,
 )
-from upper.model.values import Cas, Partition, Seqno, State
+from upper.model.values import NO_BRANCH, BranchId, Cas, Partition, Seqno, State
 from upper.server.auth import Role
-from upper.server.hub import Batch, Follower, Run
-from upper.storage.records import MUTATION, item_of
+from upper.server.hub import Batch, Follower
+from upper.storage.records import MUTATION, Item, item_of
 from upper.wire.tap import TAP
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
-    from upper.server.streams import Stream
     from upper.storage import PartitionStore
     from upper.storage.changes import Changes
 
 log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a client is in the history of a partition."""
+
+    branch: BranchId
+    seqno: int
+
+
+NOWHERE = Place(NO_BRANCH, 0)
 
 
 @dataclass
@@ -49,8 +59,8 @@ class TapSession:
     """What outlives a connection of a named client."""
 
     name: str
-    sent: dict[int, int] = field(default_factory=dict)  # by partition: up to here messages were made
-    acknowledged: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, Place] = field(default_factory=dict)  # by partition: up to here messages were made
+    acknowledged: dict[int, Place] = field(default_factory=dict)
     left: float | None = None  # when its last connection ended; None while there is one
     items: int = 0
     bytes: int = 0
@@ -65,14 +75,13 @@ class TapDesk(Follower):
         self.request: TapConnect | None = None
         self._opaque = 0
         self._since_ack = 0
-        self._unasked: dict[
-            int, int
-        ] = {}  # progress since the last message that asked for an acknowledgement
-        self._asked: deque[tuple[int, dict[int, int]]] = deque()
+        self._unasked: dict[int, Place] = {}  # progress since the last message that asked to be acknowledged
+        self._asked: deque[tuple[int, dict[int, Place]]] = deque()
         self._dirty: dict[int, None] = {}  # partitions with something to send, in turn
         self._taken: dict[int, Changes] = {}  # snapshots that wait for the disk
-        self._current: tuple[int, int, Iterator[bytes]] | None = None  # partition, its end, packets to come
+        self._current: tuple[int, Place, Iterator[bytes]] | None = None  # partition, its end, packets to come
         self._fresh: set[int] = set()  # partitions of which this client has nothing yet
+        self._anew: set[int] = set()  # partitions of which it has something that is not part of history
         self._handing: dict[
             int, bool
         ] = {}  # takeover: partitions that are dead here, and whether the disk knows
@@ -103,17 +112,20 @@ class TapDesk(Follower):
             raise NotSupported("a takeover names its partitions; add LIST_VBUCKETS")
         stores = self._stores(request)
         self.request = request
-        session = self.node.tap_session(request.name.decode(errors="replace"), kept=request.support_ack)
-        self.session = session
+        name = request.name.decode(errors="backslashreplace")
+        self.session = session = self.node.tap_session(name, kept=request.support_ack)
         now = self.node.bucket.clock.seconds()
         only_new = request.backfill is not None and request.backfill > now and not request.dump
+        before, session.sent = session.sent, {}
         for store in stores:
-            if store.id in session.acknowledged:
-                session.sent[store.id] = session.acknowledged[store.id]
+            if (made := before.get(store.id, NOWHERE)).seqno:
+                session.sent[store.id] = known = session.acknowledged.get(store.id, NOWHERE)
+                if not _holds(store, made, known):
+                    self._anew.add(store.id)
             elif only_new:
-                session.sent[store.id] = store.durable
+                session.sent[store.id] = Place(store.log.branch, store.durable)
             else:
-                session.sent[store.id] = 0
+                session.sent[store.id] = NOWHERE
                 self._fresh.add(store.id)
             self._dirty[store.id] = None
         self.node.hub.followers[self] = None
@@ -126,7 +138,9 @@ class TapDesk(Follower):
         return [self.node.partition(number, State.ACTIVE) for number in request.partitions]
 
     def _acknowledged(self, opaque: int) -> None:
-        while self._asked:
+        if not any(number == opaque for number, _ in self._asked):
+            return  # nobody asked for this one: what it would say about the others is a guess
+        while True:
             number, progress = self._asked.popleft()
             self.session.acknowledged.update(progress)
             if number == opaque:
@@ -140,9 +154,6 @@ class TapDesk(Follower):
         if touched:
             self._dirty.update(dict.fromkeys(sorted(touched)))
         self._schedule()
-
-    def hear(self, stream: Stream, runs: list[Run]) -> None:
-        raise AssertionError("TAP has no streams of its own")
 
     def flushed(self, partition: int) -> None:
         if partition in self.session.sent:
@@ -168,6 +179,13 @@ class TapDesk(Follower):
         self._scheduled = False
         if self._closed:
             return
+        try:
+            self._send_some()
+        except Exception:
+            log.exception("%s: a TAP client could not be fed; its connection is closed", self.connection.peer)
+            self.abandon()
+
+    def _send_some(self) -> None:
         out: list[bytes] = []
         budget = self.node.settings.streams.chunk
         while budget > 0 and self._has_room and (self._current is not None or self._next()):
@@ -176,9 +194,9 @@ class TapDesk(Follower):
             packet = next(packets, None)
             if packet is None:
                 self._current = None
-                self.session.sent[partition] = end
-                self._unasked[partition] = end
+                self._reached(partition, end)
                 self._fresh.discard(partition)
+                self._anew.discard(partition)
                 budget -= self._after_snapshot(partition, out)
             else:
                 out.append(packet)
@@ -198,54 +216,53 @@ class TapDesk(Follower):
             store = self.node.bucket.partitions[partition]
             changes = self._taken.get(partition)
             if changes is None:
-                after = Seqno(self.session.sent[partition])
-                if 0 < after < store.purged:
-                    after = Seqno(0)
-                if store.high <= after and partition not in self._fresh and not self._handing.get(partition):
-                    self._settled(partition)
+                place = self.session.sent[partition]
+                if place.seqno and not _holds(store, place, place):
+                    self._anew.add(partition)
+                everything = partition in self._fresh or partition in self._anew
+                if store.high <= place.seqno and not everything and not self._handing.get(partition):
+                    del self._dirty[partition]
                     continue
-                changes = store.changes_after(after)
+                changes = store.changes_after(Seqno(0 if everything else place.seqno))
             if changes.end > store.durable:
                 self._taken[partition] = changes
                 continue
             self._taken.pop(partition, None)
-            self._settled(partition)
-            self._current = (partition, changes.end, self._packets(store, changes))
+            del self._dirty[partition]
+            branch = store.log.branch
+            self._current = (partition, Place(branch, changes.end), self._packets(store, changes, branch))
             return True
         return False
 
-    def _settled(self, partition: int) -> None:
-        self._dirty.pop(partition, None)
+    def _reached(self, partition: int, place: Place) -> None:
+        self.session.sent[partition] = self._unasked[partition] = place
 
-    def _packets(self, store: PartitionStore, changes: Changes) -> Iterator[bytes]:
+    def _packets(self, store: PartitionStore, changes: Changes, branch: BranchId) -> Iterator[bytes]:
         request = self.request
         assert request is not None
-        fresh = store.id in self._fresh
-        oldest = (request.backfill or 0) * 10**9 if fresh else 0
-        after = self.session.sent[store.id]
-        if 0 < after < store.purged:
+        oldest = (request.backfill or 0) * 10**9 if store.id in self._fresh else 0
+        everything = store.id in self._fresh or store.id in self._anew
+        if store.id in self._anew:
+            self._reached(store.id, NOWHERE)
             yield self._message(lambda opaque, ack: Flush(partition=store.id, opaque=opaque, request_ack=ack))
-            fresh = True
         for chunk in changes.chunks(self.node.settings.streams.chunk):
             for record in chunk:
                 item = item_of(record)
+                self._reached(store.id, Place(branch, item.seqno))
                 if record[1] == MUTATION:
                     if item.cas >= oldest:
-                        yield self._mutation(store.id, record, item.seqno)
-                elif not fresh:
+                        yield self._mutation(store.id, item)
+                elif not everything:
                     key, cas = item.key, item.cas
-                    self._unasked[store.id] = item.seqno
 
                     def gone(opaque: int, ack: bool, key: bytes = key, cas: Cas = cas) -> Message:
                         return Deletion(partition=store.id, key=key, opaque=opaque, request_ack=ack, cas=cas)
 
                     yield self._message(gone)
 
-    def _mutation(self, partition: Partition, record: bytes, seqno: int) -> bytes:
-        item = item_of(record)
+    def _mutation(self, partition: Partition, item: Item) -> bytes:
         assert self.request is not None
         bare = self.request.keys_only
-        self._unasked[partition] = seqno
         return self._message(
             lambda opaque, ack: Mutation(
                 partition=partition,
@@ -289,7 +306,7 @@ class TapDesk(Follower):
             self._handing[partition] = False
             out.append(self._state(store.id, State.PENDING))
             self.node.hand_over(store, None, lambda: self._handed(partition))
-        elif self._handing[partition] and store.high == self.session.sent[partition]:
+        elif self._handing[partition] and store.high == self.session.sent[partition].seqno:
             out.append(self._state(store.id, State.ACTIVE))
             del self.session.sent[partition]
             if not self.session.sent:
@@ -312,22 +329,41 @@ class TapDesk(Follower):
     def stop(self) -> None:
         """The node goes. TAP has no word for it; the connection closes."""
         self._closed = True
+        if self.request is not None and self.request.dump:
+            self.abandon()  # in order is how a dump ends that is whole
 
     def abandon(self) -> None:
         self.connection.abort()
 
     def lost(self, partition: int) -> None:
-        """The partition is not active here any more."""
-        if partition not in self._handing and self.session.sent.pop(partition, None) is not None:
-            self._dirty.pop(partition, None)
+        """The partition is not active here any more, or goes another way."""
+        if partition not in self.session.sent:
+            return
+        state, handing = self.node.bucket.partitions[partition].state, partition in self._handing
+        if state is State.ACTIVE and not handing:
+            # What it was sent may be taken back: it is looked at when that is done.
             self._taken.pop(partition, None)
             if self._current is not None and self._current[0] == partition:
                 self._current = None
+            self._dirty[partition] = None
+            self._schedule()
+        elif state is not State.DEAD or not handing:
+            log.info("%s: closed, partition %d of a TAP client is %s", self.connection.peer, partition, state)
+            self.abandon()
 
     def close(self) -> None:
         self._closed = True
         self._taken.clear()
         self._current = None
         self.node.hub.followers.pop(self, None)
+        for partition in self._handing:
+            if partition in self.session.sent:  # the deed was never sent
+                self.node.reopen(self.node.bucket.partitions[partition])
         if self.request is not None:
             self.node.keep_tap_session(self.session, kept=self.request.support_ack)
+
+
+def _holds(store: PartitionStore, made: Place, known: Place) -> bool:
+    """May a client that was sent up to `made`, and surely has all up to `known`, go on from there?"""
+    shared = store.log.shared_until(made.branch, Seqno(store.high))
+    return shared is not None and made.seqno <= shared and known.seqno >= store.purged

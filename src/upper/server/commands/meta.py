@@ -15,6 +15,7 @@ _WITH_META = Struct(">IIQQ")  # flags, expiration, revision, CAS
 _META = Struct(">IIIQ")  # deleted, flags, expiration, revision
 SKIP_CONFLICT_RESOLUTION = 0x01
 SIZES = (24, 26, 28, 30)
+LARGEST = 2**62 - 1  # of a CAS and a revision: both count on from here, and never reach the end
 
 
 @handles(
@@ -55,9 +56,9 @@ def write_with_meta(call: Call) -> Reply:
     extended = int.from_bytes(rest[-2:], "big") if len(rest) in (2, 6) else 0
     if extended > len(call.value):
         raise InvalidArguments(f"{extended} bytes of extended metadata do not fit the value")
-    if not 0 < cas < 2**63 or not revision:
+    if not 0 < cas <= LARGEST or not 0 < revision <= LARGEST:
         raise InvalidArguments(
-            "a write with metadata needs the revision and the CAS that the item has elsewhere"
+            "a write with metadata needs the revision and the CAS that the item has elsewhere, below 2^62"
         )
     value = call.value[: len(call.value) - extended]
     fits(call, len(value))

@@ -70,6 +70,6 @@ def _promotion(value: bytes) -> Seqno | None:
                 return Seqno(to)
             case {"promote": True, **rest} if not rest:
                 return None
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     raise InvalidArguments('the value must be {"promote": true} or {"promote": true, "to": SEQNO}')

@@ -1,0 +1,222 @@
+"""Where things change hands: commits that meet a backfill, takeovers that break off, branches of history."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes import Node
+from tests.server.inside import Running
+from tests.server.talk import Peer
+from upper.model.messages import (
+    Acknowledged,
+    BufferAck,
+    Deletion,
+    Flush,
+    Message,
+    Mutation,
+    SetState,
+    StreamFlag,
+    TapConnect,
+)
+from upper.model.values import Partition, State
+from upper.wire.codes import Opcode, Status
+from upper.wire.tap import TAP
+
+P0 = Partition(0)
+ACTIVE, DEAD = b"\0\0\0\1", b"\0\0\0\4"
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    with Running(tmp_path / "data") as node:
+        yield node
+
+
+def keys(messages: list[Message]) -> list[bytes | str]:
+    """Keys of changes, and the names of whatever moves a consumer besides."""
+    moves = (Mutation, Deletion, Flush, SetState)
+    return [getattr(m, "key", type(m).__name__) for m in messages if isinstance(m, moves)]
+
+
+def wants_answer(message: Message) -> bool:
+    return bool(getattr(message, "request_ack", False))
+
+
+def promote(peer: Peer, to: int) -> None:
+    wish = json.dumps({"promote": True, "to": to}).encode()
+    assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=wish).status == 0
+
+
+# ── During a backfill ─────────────────────────────────────────────────────────────────────────────
+
+
+def stopped_inside_a_snapshot(peer: Peer, writer: Peer, flags: StreamFlag) -> None:
+    """A stream whose window is full before its first snapshot is over."""
+    for number in range(20):
+        writer.set(b"k%02d" % number, bytes(1000))
+    peer.control("connection_buffer_size", "4000")
+    peer.accepted(flags=flags)
+    peer.until(lambda message: isinstance(message, Mutation))
+
+
+def test_a_commit_during_a_backfill_arrives_though_none_follows(node: Node, peer: Peer) -> None:
+    with Peer(node, None) as writer:
+        stopped_inside_a_snapshot(peer, writer, StreamFlag.NONE)
+        writer.set(b"meanwhile", b"v")
+    peer.control("connection_buffer_size", "0")
+    peer.until(lambda message: getattr(message, "key", b"") == b"meanwhile")
+
+
+def test_a_takeover_closes_writes_only_when_everything_committed_is_sent(node: Node, peer: Peer) -> None:
+    with Peer(node, None) as writer:
+        stopped_inside_a_snapshot(peer, writer, StreamFlag.TAKEOVER)
+        assert writer.set(b"meanwhile", b"v").status == 0
+    peer.control("connection_buffer_size", "0")
+    seen = peer.until(lambda message: isinstance(message, SetState))
+    assert keys(seen)[-2:] == [b"meanwhile", "SetState"]
+
+
+# ── Takeovers that are broken off ─────────────────────────────────────────────────────────────────
+
+
+def test_a_takeover_that_breaks_off_leaves_the_partition_active_here(node: Node) -> None:
+    with Peer(node) as taker, Peer(node, None) as other:
+        other.set(b"k", b"v")
+        taker.control("connection_buffer_size", "40")  # less than the end of a snapshot and a state
+        taker.accepted(flags=StreamFlag.TAKEOVER)
+        sizes = {"StreamStart": 24, "SnapshotMarker": 24, "Mutation": 54}
+        seen: list[Message] = []
+        while not any(isinstance(message, SetState) for message in seen):
+            seen = taker.receive()
+            if size := sum(sizes.get(type(message).__name__, 0) for message in seen):
+                taker.send(BufferAck(size=size))
+        assert [m.state for m in seen if isinstance(m, SetState)] == [State.PENDING]
+        while other.ask(Opcode.GET_VBUCKET_STATE).value != DEAD:
+            pass
+        taker.close()
+        while other.ask(Opcode.GET_VBUCKET_STATE).value != ACTIVE:
+            pass
+        assert other.set(b"k", b"again").status == 0
+
+
+def test_a_tap_takeover_that_breaks_off_leaves_the_partition_active_here(running: Running) -> None:
+    with running.peer() as other:
+        other.set(b"k", b"v")
+        running.disk.hold()
+        with Peer(("127.0.0.1", running.port), TAP) as taker:
+            taker.send(TapConnect(takeover=True, partitions=(P0,)))
+            assert taker.wait_for(SetState).state is State.PENDING
+            assert running.disk.waiting.wait(10)
+            assert other.ask(Opcode.GET_VBUCKET_STATE).value == DEAD
+        while other.ask(Opcode.GET_VBUCKET_STATE).value != ACTIVE:
+            pass
+        running.disk.free.set()
+        assert other.set(b"k", b"again").status == 0
+
+
+# ── TAP, where history goes another way ───────────────────────────────────────────────────────────
+
+
+def test_a_tap_client_that_saw_what_a_failover_took_back_begins_anew(node: Node) -> None:
+    with Peer(node, TAP) as client, Peer(node, None) as writer:
+        writer.set(b"kept", b"v")
+        writer.set(b"lost", b"v")
+        client.send(TapConnect())
+        client.changes(2)
+        promote(writer, 1)
+        writer.set(b"other", b"v")
+        seen = client.until(lambda message: getattr(message, "key", b"") == b"other")
+        assert keys(seen) == ["Flush", b"kept", b"other"]
+
+
+def test_a_promotion_that_takes_nothing_back_costs_a_tap_client_nothing(node: Node) -> None:
+    with Peer(node, TAP) as client, Peer(node, None) as writer:
+        writer.set(b"kept", b"v")
+        client.send(TapConnect())
+        client.changes(1)
+        promote(writer, 1)
+        writer.set(b"other", b"v")
+        assert keys(client.until(lambda message: isinstance(message, Mutation))) == [b"other"]
+
+
+@pytest.mark.parametrize("fate", ["flush", "failover"])
+def test_a_named_tap_client_that_was_away_meanwhile_begins_anew(node: Node, fate: str) -> None:
+    with Peer(node, None) as writer:
+        for number in range(250):
+            writer.set(b"k%d" % number, b"v")
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"careful", support_ack=True))
+            first = client.until(wants_answer)
+            client.send(Acknowledged(opcode=0x41, opaque=first[-1].opaque))
+            client.until(lambda message: getattr(message, "key", b"") == b"k249")
+            client.ask(Opcode.NOOP)
+        if fate == "flush":
+            writer.ask(Opcode.FLUSH)
+        else:
+            promote(writer, 200)
+        writer.set(b"new", b"v")
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"careful", support_ack=True))
+            seen = keys(client.until(lambda message: getattr(message, "key", b"") == b"new"))
+        assert seen[0] == "Flush"
+        assert len(seen) == (2 if fate == "flush" else 202)
+
+
+def test_a_named_tap_client_hears_of_deletions_of_what_it_never_acknowledged(node: Node) -> None:
+    with Peer(node, None) as writer:
+        for number in range(10):  # too few to be asked for an acknowledgement
+            writer.set(b"k%d" % number, b"v")
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"careful", support_ack=True))
+            client.changes(10)
+        writer.delete(b"k0")
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"careful", support_ack=True))
+            last = client.changes(10)[-1]
+            assert isinstance(last, Deletion)
+            assert last.key == b"k0"
+
+
+def test_an_acknowledgement_that_nobody_asked_for_says_nothing(node: Node) -> None:
+    with Peer(node, None) as writer:
+        for number in range(150):
+            writer.set(b"k%d" % number, b"v")
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            client.changes(150)
+            client.send(Acknowledged(opcode=0x41, opaque=140))  # a message, but not one that asked
+            client.ask(Opcode.NOOP)
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            assert client.changes(1)[0].key == b"k0"
+
+
+def test_a_named_tap_client_that_comes_back_gets_only_the_partitions_it_lists(node: Node) -> None:
+    with Peer(node, None) as writer:
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"narrower", support_ack=True))
+            writer.set(b"k", b"v", partition=1)
+            client.changes(1)
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"narrower", support_ack=True, partitions=(P0,)))
+            client.ask(Opcode.NOOP)
+            writer.set(b"elsewhere", b"v", partition=1)
+            writer.set(b"here", b"v", partition=0)
+            assert client.changes(1)[0].key == b"here"
+
+
+def test_a_tap_client_is_hung_up_on_when_a_partition_of_its_leaves(node: Node) -> None:
+    with Peer(node, TAP) as client, Peer(node, TAP) as elsewhere, Peer(node, None) as admin:
+        client.send(TapConnect())
+        elsewhere.send(TapConnect(partitions=(Partition(3),)))
+        client.ask(Opcode.NOOP)
+        elsewhere.ask(Opcode.NOOP)
+        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=b"\4").status == 0
+        assert client.rest() == []
+        admin.set(b"k", b"v", partition=3)
+        assert elsewhere.changes(1)[0].key == b"k"
+        assert admin.set(b"k", b"v").status == Status.NOT_MY_VBUCKET
