@@ -96,7 +96,9 @@ class Shard:
     def go_back(self, to: Seqno, fresh: BranchId) -> None:
         """A copy that had only this much has become active."""
         self.history = [entry for entry in self.history if entry.seqno <= to]
-        self.purged = min(self.purged, self.high)
+        # No copy ever purges its newest change: that one says how far its history goes.
+        flushed = self.history and self.history[-1].key is None
+        self.purged = min(self.purged, Seqno(max(0, self.high - (0 if flushed else 1))))
         self.log = self.log.promoted(self.high, fresh=fresh)
 
 
