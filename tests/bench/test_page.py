@@ -42,7 +42,7 @@ SOME = (
 def test_the_page_names_what_falls_short_and_nothing_else() -> None:
     text = pages.page(results(*SOME), [])
     assert "Of 4 measurements 3 have an expectation, and 2 meet it." in text
-    _, _, rest = text.partition("These fall short:")
+    _, _, rest = text.partition("This one falls short:")
     short = re.findall(r"^- (.*)$", rest, re.MULTILINE)
     assert short == ["node, slow, p50: 7 ms, expected <= 5"]
     assert "| GET | 1,000,000 a second | 2.00x memcached -t 1 | >= 1x | yes |" in text
@@ -68,11 +68,12 @@ def test_everything_that_is_written_leads_somewhere_and_is_the_same_twice(tmp_pa
 
 
 def test_the_short_table_goes_between_the_marks_and_touches_nothing_else() -> None:
-    text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n"
+    text = f"before\n{pages.BEGIN}\nstale\n{pages.END}\nafter\n"
     once = pages.with_numbers(text, results(*SOME))
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
-    assert "old" not in once
+    assert "stale" not in once
+    assert "Missed: 1 of the 3 expectations" in once
     assert "| GETs, pipelined | 1,000,000 a second | 2.00x memcached -t 1 |" in once
     assert pages.with_numbers(once, results(*SOME)) == once
     assert pages.with_numbers("no marks", results(*SOME)) == "no marks"

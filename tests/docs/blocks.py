@@ -3,11 +3,11 @@
     console   `$ command` lines, each followed by what it prints; `...` stands for anything, in a line or as
               a line; `^C` ends a command that would go on
     sh        commands without their output
-    python    programs; those of one page share their names. With `file=NAME` it is saved, not run
+    python    programs; those of one page share their names. With `file=NAME` it is saved, not run; with
+              `of=FILE` it is a piece of that file of the project, and must be found there
 
-`any-numbers` after `console` lets every number in the output stand for any number. A block below
-`<!-- not run: reason -->` is left out, and the reason is shown by every run of the tests. Blocks in other
-languages are no commands.
+`any-numbers` after `console` lets every number in the output stand for any number. Blocks in other languages
+are no commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ TOP = Path(__file__).parents[2]
 PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")])
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*) *(?P<options>.*)$")
-NOT_RUN = re.compile(r"^ *<!-- not run: (?P<reason>.+) -->$")
 COMPOUND = re.compile(r"<<|^\s*(for|while|until|if|case)\b|^\w+\(\)", re.MULTILINE)
 STARTS_SPARK = re.compile(
     r"upper (sync|verify)\b|upper lake .*\b(compact|trim)\b|spark-submit|pyspark|upper\.spark|examples/spark"
@@ -45,6 +44,12 @@ class Step:
         return bool(self.shown) and self.shown[-1].strip() == "^C"
 
     @property
+    def make(self) -> str | None:
+        """The `make` command that this is, without the comment behind it."""
+        said = self.text.partition("#")[0].strip()
+        return said if said.split()[:1] == ["make"] else None
+
+    @property
     def background(self) -> bool:
         """The reader goes on while it runs: a node that has no `&` has a terminal of its own."""
         alone = self.text.startswith("upper serve") and not self.interrupted
@@ -58,7 +63,6 @@ class Block:
     language: str
     options: tuple[str, ...]
     lines: tuple[str, ...]
-    not_run: str | None = None
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(TOP)}:{self.line}"
@@ -66,7 +70,11 @@ class Block:
     @property
     def asks(self) -> bool:
         """True for what a reader would type."""
-        return self.language in ("console", "sh", "python")
+        return self.language in ("console", "sh", "python") and self.option("of") is None
+
+    def option(self, name: str) -> str | None:
+        """What stands behind `name=` in the line that opens the block."""
+        return next((word.partition("=")[2] for word in self.options if word.startswith(f"{name}=")), None)
 
     def steps(self) -> list[Step]:
         match self.language:
@@ -75,10 +83,7 @@ class Block:
             case "sh":
                 return list(_commands(self))
             case "python":
-                saved = [
-                    option.removeprefix("file=") for option in self.options if option.startswith("file=")
-                ]
-                return [Step(self.line + 1, "\n".join(self.lines), "python", file=next(iter(saved), None))]
+                return [Step(self.line + 1, "\n".join(self.lines), "python", file=self.option("file"))]
             case _:
                 return []
 
@@ -88,7 +93,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def _blocks(page: Path, lines: list[str]) -> Iterator[Block]:
-    reason: str | None = None
     opening: re.Match[str] | None = None
     start = 0
     for number, line in enumerate(lines, 1):
@@ -96,15 +100,12 @@ def _blocks(page: Path, lines: list[str]) -> Iterator[Block]:
         if opening is None:
             if fence:
                 opening, start = fence, number
-            elif line.strip():
-                said = NOT_RUN.match(line)
-                reason = said["reason"] if said else None
         elif fence and not fence["language"]:
             indent = len(opening["indent"])
             inside = tuple(text[indent:] for text in lines[start : number - 1])
             language = "sh" if opening["language"] in ("shell", "bash") else opening["language"]
-            yield Block(page, start, language, tuple(opening["options"].split()), inside, reason)
-            opening = reason = None
+            yield Block(page, start, language, tuple(opening["options"].split()), inside)
+            opening = None
     assert opening is None, f"{page}:{start}: this block has no end"
 
 

@@ -1,15 +1,21 @@
 """A reader at a shell: types what a page says, waits for what it shows, and leaves nothing running.
 
 One bash a page, with job control, in a directory that looks like a clone of the project. Commands are
-typed as they stand, with two exceptions: each port number from 11000 to 11999 becomes one that is free,
-and `make` only says what it would do, since what it does is run these tests.
+typed as they stand, except that each port number from 11000 to 11999 becomes one that is free, and that
+`make` takes the environment for up to date: it is the one that these tests run in.
+
+Whatever is started here carries a mark in its environment. A watcher holds the other end of a pipe to this
+process; when that breaks, because the page is over or because this process was killed, it ends whoever
+carries the mark.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,8 +31,10 @@ from tests.docs.blocks import STARTS_SPARK, TOP, Step, pattern_of
 
 CLONE = (
     "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "bench", "constraints.txt", "demo", "docs",
-    "examples", "pyproject.toml", "setup.py", "src", "tests",
+    "examples", "pyproject.toml", "setup.py", "tests",
 )  # fmt: skip
+BUILT = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+UP_TO_DATE = "make --old-file=.venv/.installed --old-file=.venv/.ready"
 PORT = re.compile(r"\b11\d{3}\b")
 NO_PORT = re.compile(r"((?:upr|upr0|tap)://(?:[^\s/@]+@)?(?:127\.0\.0\.1|localhost))(?![:\w.])")
 NOTICE = re.compile(r"^\[\d+\][+-]? .*\n?", re.MULTILINE)  # what a shell says about its jobs
@@ -53,6 +61,27 @@ for line in sys.stdin:
         out.write(str(status))
 """
 
+# Ends whoever carries a mark in its environment, once standard input is closed at the other end.
+WATCHER = """
+import os, signal, sys, time
+mark = sys.argv[1].encode()
+os.read(0, 1)
+def marked():
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if mark in open(f"/proc/{pid}/environ", "rb").read():
+                yield int(pid)
+        except OSError:
+            pass
+while left := list(marked()):
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+    time.sleep(0.02)
+"""
+
 
 class Trouble(AssertionError):
     """The page says something that does not hold."""
@@ -68,6 +97,7 @@ class Shell:
         for name in CLONE:
             if (TOP / name).exists():
                 (self.home / name).symlink_to(TOP / name)
+        shutil.copytree(TOP / "src", self.home / "src", ignore=BUILT)  # a page may build from it
         (self.home / ".venv").symlink_to(sys.prefix)
         self._ports: dict[str, str] = {}
         self._steps = 0
@@ -81,7 +111,13 @@ class Shell:
             "COLUMNS": "110",
             "TERM": "dumb",
         }
-        environ.pop("PYTHONPATH", None)
+        for name in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL"):
+            environ.pop(name, None)
+        environ["UPPER_PAGE"] = secrets.token_hex(16)
+        self._mark = f"UPPER_PAGE={environ['UPPER_PAGE']}"
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-SE", "-c", WATCHER, self._mark], stdin=subprocess.PIPE, start_new_session=True
+        )
         self._bash = subprocess.Popen(
             ["bash", "--norc", "--noprofile", f"/dev/fd/{script}"],
             cwd=self.home,
@@ -113,8 +149,10 @@ class Shell:
             self._interpreter.kill()
             self._interpreter.wait()
         os.close(self._script)
-        for by in (signal.SIGTERM, signal.SIGKILL):
-            self._end_session(by)
+        self._ask_to_end()
+        assert self._watcher.stdin is not None
+        self._watcher.stdin.close()
+        self._watcher.wait()
         self._bash.wait()
         os.close(self._status)
 
@@ -159,8 +197,8 @@ class Shell:
         if "upper serve" in text and "--port" not in text:
             text = text.replace("upper serve", f"upper serve --port {self._port('11210')}", 1)
         if step.background and not text.rstrip().endswith("&"):
-            text += " &"
-        return re.sub(r"^make\b", "make --dry-run", text)
+            text = f"{text.partition(' #')[0]} &"
+        return re.sub(r"^make\b", UP_TO_DATE, text)
 
     def _port(self, number: str) -> str:
         if number not in self._ports:
@@ -279,15 +317,14 @@ class Shell:
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with suppress(OSError):
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if int(fields[3]) == self._bash.pid and fields[0] != "Z":
+                    if self._mark.encode() in (entry / "environ").read_bytes():
                         found.append(int(entry.name))
         return found
 
-    def _end_session(self, by: signal.Signals) -> None:
+    def _ask_to_end(self) -> None:
         for process in self.running():
             with suppress(ProcessLookupError):
-                os.kill(process, by)
+                os.kill(process, signal.SIGTERM)
         deadline = time.monotonic() + 10.0
         while self.running() and time.monotonic() < deadline:
             self._bash.poll()
