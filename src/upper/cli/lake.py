@@ -8,6 +8,7 @@ changes that are older than a time.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from math import ceil
 from pathlib import Path
 
 from upper.cli.output import ExitCode, Output
@@ -27,6 +28,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("lake", metavar="LAKE", type=Path, help="the directory of the lake")
     parser.add_argument("do", metavar="show|compact|vacuum|trim", nargs="?", default="show", choices=DO)
     parser.add_argument("--url", metavar="URL", help="ask this bucket how far ahead it is")
+    parser.add_argument(
+        "--rollbacks", action="store_true", help="show: each partition that went back, not only how many"
+    )
     parser.add_argument(
         "--older-than",
         type=seconds,
@@ -59,7 +63,8 @@ def run(args: Namespace, out: Output) -> ExitCode:
         if args.do == "vacuum":
             from upper.apps.lake.care import vacuum
 
-            gone = vacuum(lake, hours=round(args.keep / 3600))
+            with out.progress("looking for files that nobody needs"):
+                gone = vacuum(lake, hours=ceil(args.keep / 3600))  # Delta counts hours
             out.show({"files": len(gone)}, text=f"{len(gone)} files removed")
         else:
             _work(args, lake, out)
@@ -89,8 +94,12 @@ def _show(args: Namespace, out: Output) -> None:
     if made.trimmed:
         out.say(f"changes are trimmed in {made.trimmed} partitions")
     if made.rollbacks:
-        out.say(f"{made.rollbacks} rollbacks; what they took back:")
-        out.show(made.lost, empty="nothing: no change of the lake was lost")
+        out.say(f"{made.rollbacks:,} rollbacks of partitions; what they took back is in `lost`:")
+        nothing = "nothing: no change of the lake was lost"
+        if args.rollbacks:
+            out.show(made.lost, empty=nothing)
+        else:
+            out.show(made.losses, empty=nothing)
 
 
 def _work(args: Namespace, lake: object, out: Output) -> None:
@@ -98,18 +107,22 @@ def _work(args: Namespace, lake: object, out: Output) -> None:
 
     from upper.apps.lake.care import compact, refresh, trim
     from upper.apps.lake.home import Lake
+    from upper.cli.progress import share_done
     from upper.spark.session import SparkRunner, start
 
     assert isinstance(lake, Lake)
-    session = start(app=f"upper lake {args.do}", master=args.master)
-    try:
-        runner = SparkRunner(session)
-        if args.do == "compact":
-            fewer = compact(lake, runner)
-            out.show({"files": fewer}, text=f"{fewer} files fewer")
-        else:
-            refresh(lake, runner)
-            rows = trim(lake, runner, older_than=datetime.now(UTC) - timedelta(seconds=args.older_than))
-            out.show({"rows": rows}, text=f"{rows:,} changes forgotten")
-    finally:
-        session.stop()
+    with share_done(out, "merging files" if args.do == "compact" else "forgetting changes") as watch:
+        session = start(app=f"upper lake {args.do}", master=args.master)
+        try:
+            runner = SparkRunner(session, watch=watch)
+            if args.do == "compact":
+                count = compact(lake, runner)
+            else:
+                refresh(lake, runner)
+                count = trim(lake, runner, older_than=datetime.now(UTC) - timedelta(seconds=args.older_than))
+        finally:
+            session.stop()
+    if args.do == "compact":
+        out.show({"files": count}, text=f"{count} files fewer")
+    else:
+        out.show({"rows": count}, text=f"{count:,} changes forgotten")

@@ -1,8 +1,10 @@
-"""The live line of a sync: what came, how fast, how far behind, and when the last commit was."""
+"""How work on Spark is seen: the live line of a sync, and a bar for what ends by itself."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,7 +14,24 @@ if TYPE_CHECKING:
     from upper.apps.lake.follow import Progress
     from upper.apps.lake.sync import Batch
 
+PERCENT = 100
 WINDOW = 10.0  # seconds over which a rate is taken
+
+
+@contextmanager
+def share_done(out: Output, what: str) -> Iterator[Callable[[float], None]]:
+    """A bar that is told which share of the work is done; it never goes back."""
+    with out.progress(what, PERCENT) as bar:
+        shown = 0
+
+        def tell(share: float) -> None:
+            nonlocal shown
+            now = min(PERCENT, int(share * PERCENT))
+            if now > shown:
+                bar.advance(now - shown)
+                shown = now
+
+        yield tell
 
 
 class SyncProgress:

@@ -54,6 +54,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="groups that the files of a new lake form (default 16, at most one a partition)",
     )
     parser.add_argument(
+        "--new-history",
+        action="store_true",
+        help="go on with a bucket that was made anew: what the lake has moves to `lost`",
+    )
+    parser.add_argument(
         "--py-files",
         action="append",
         default=[],
@@ -79,6 +84,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
         latest_every=args.latest_every,
         master=args.master,
         groups=args.groups,
+        new_history=args.new_history,
         py_files=tuple(args.py_files),
         spark=dict(entry.partition("=")[::2] for entry in args.conf),
     )

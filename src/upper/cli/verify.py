@@ -33,17 +33,19 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
     from upper.apps.lake.home import Lake
     from upper.apps.lake.verify import verify
+    from upper.cli.progress import share_done
     from upper.spark.feed import BucketFeed
     from upper.spark.session import SparkRunner, start
 
     lake = Lake(args.lake)
     with closing(BucketFeed(args.url, name="upper-verify")) as feed:
         lake.agrees_with(feed.bucket.address.bucket, feed.bucket.partitions)
-        session = start(app="upper verify", master=args.master)
-        try:
-            verdict = verify(lake, feed, SparkRunner(session))
-        finally:
-            session.stop()
+        with share_done(out, "comparing") as watch:
+            session = start(app="upper verify", master=args.master)
+            try:
+                verdict = verify(lake, feed, SparkRunner(session, watch=watch))
+            finally:
+                session.stop()
     if out.as_json:
         out.show(verdict)
     else:

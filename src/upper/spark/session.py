@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from upper.errors import UpperError
 from upper.spark import java
 
 T = TypeVar("T")
+LOOK_EVERY = 0.5  # seconds between two looks at how far the tasks are
 
 
 class WorkFailed(UpperError):
@@ -93,8 +96,9 @@ def patient(master: str) -> str:
 class SparkRunner:
     """Runs tasks on the workers of a session, one Spark task each."""
 
-    def __init__(self, session: SparkSession) -> None:
-        self._context = session.sparkContext
+    def __init__(self, session: SparkSession, *, watch: Callable[[float], None] | None = None) -> None:
+        """`watch` is told now and then what share of the tasks under way is done."""
+        self._context, self._watch = session.sparkContext, watch
 
     @property
     def width(self) -> int:
@@ -105,13 +109,35 @@ class SparkRunner:
         if not tasks:
             return []
         try:
-            answers: list[Any] = self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
+            with self._watched(len(tasks)):
+                answers: list[Any] = self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
         except (Py4JError, PySparkException) as error:
             raise WorkFailed(f"the work failed on Spark's workers: {_cause(error)}") from error
         for answer in answers:
             if isinstance(answer, _Failed):
                 raise answer.error
         return answers
+
+    @contextmanager
+    def _watched(self, tasks: int) -> Iterator[None]:
+        if (watch := self._watch) is None:
+            yield
+            return
+        over, tracker = threading.Event(), self._context.statusTracker()
+
+        def look() -> None:
+            while not over.wait(LOOK_EVERY):
+                stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
+                watch(sum(stage.numCompletedTasks for stage in stages if stage) / tasks)
+
+        looking = threading.Thread(target=look, name="watch-tasks", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looking.join()
+        watch(1.0)
 
 
 class _Failed:

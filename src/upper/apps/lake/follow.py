@@ -37,6 +37,7 @@ class FollowSettings:
     master: str = "local[*]"
     groups: int | None = None
     py_files: tuple[str, ...] = ()
+    new_history: bool = False  # go on though the bucket has no history in common with the lake
     spark: Mapping[str, str] = field(default_factory=dict)
     patience: float = 60.0  # seconds that --once tries to reach a node
 
@@ -84,7 +85,7 @@ def follow(url: str, root: Path, settings: FollowSettings, *, tell: Tell = lambd
             app="upper sync", master=settings.master, settings=settings.spark, py_files=settings.py_files
         )
         try:
-            sync = Sync(lake, feed, SparkRunner(session))
+            sync = Sync(lake, feed, SparkRunner(session), new_history=settings.new_history)
             return _once(sync, tell) if settings.once else _forever(sync, settings, tell)
         finally:
             session.stop()

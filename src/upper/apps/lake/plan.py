@@ -73,6 +73,17 @@ def shared_until(known: Known, log: FailoverLog, *, high: Seqno) -> Seqno:
     return ZERO
 
 
+def strange(stand: Stand, outlook: Outlook) -> bool:
+    """Whether the bucket has no history in common with the lake: not a branch of it, in no partition."""
+    followed = {p: known for p in outlook.logs if (known := stand.known(p)).ends}
+    return bool(followed) and all(
+        {version.branch for version in known.log or ()}.isdisjoint(
+            version.branch for version in outlook.logs[partition]
+        )
+        for partition, known in followed.items()
+    )
+
+
 def taking(
     parting: Parting, end: Seqno | None, stand: Stand, outlook: Outlook, told: Told | None
 ) -> Taking | Seqno:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import pyarrow.compute as pc
@@ -37,6 +38,16 @@ class RollbackReport:
 
 
 @dataclass(frozen=True)
+class LossReport:
+    """What one round took back for one cause."""
+
+    at: str
+    cause: str
+    partitions: int
+    changes: int  # rows in `lost`
+
+
+@dataclass(frozen=True)
 class LakeReport:
     bucket: str
     partitions: int
@@ -47,11 +58,13 @@ class LakeReport:
     behind: int | None  # changes; None where nobody asked the bucket
     rollbacks: int
     trimmed: int  # partitions of `changes` that do not begin at the beginning
+    losses: list[LossReport] = field(default_factory=list)  # `lost`, by time and cause
     lost: list[RollbackReport] = field(default_factory=list)
 
 
 def report(lake: Lake, outlook: Outlook | None = None) -> LakeReport:
     stand = lake.changes.stand
+    lost = _lost(lake)
     return LakeReport(
         bucket=lake.layout.bucket,
         partitions=lake.layout.partitions,
@@ -62,7 +75,8 @@ def report(lake: Lake, outlook: Outlook | None = None) -> LakeReport:
         behind=None if outlook is None else behind(stand, outlook),
         rollbacks=sum(stand.rollbacks.values()),
         trimmed=len(stand.floors),
-        lost=_lost(lake),
+        losses=_losses(lost),
+        lost=lost,
     )
 
 
@@ -97,4 +111,16 @@ def _lost(lake: Lake) -> list[RollbackReport]:
             why=row["why"],
         )
         for row in made.to_pylist()
+    ]
+
+
+def _losses(lost: list[RollbackReport]) -> list[LossReport]:
+    """A branch of a whole bucket is one event, though it takes back something in a thousand partitions."""
+    found: dict[tuple[str, str], list[RollbackReport]] = {}
+    for one in lost:
+        # Where the histories part differs from partition to partition; that they do is the cause.
+        found.setdefault((one.at, re.sub(r" at \d+$", "", one.why)), []).append(one)
+    return [
+        LossReport(at, cause, partitions=len(held), changes=sum(one.changes for one in held))
+        for (at, cause), held in found.items()
     ]

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from upper.apps.lake.home import Lake
-from upper.apps.lake.plan import Stretch, Told, behind, partings, shares, stretches, taking
+from upper.apps.lake.plan import Stretch, Told, behind, partings, shares, strange, stretches, taking
 from upper.apps.lake.replay import Taking
 from upper.apps.lake.schema import BATCH
 from upper.apps.lake.stand import Stand
 from upper.apps.lake.work import FindEnds, Manifest, ReadStretches, RefreshGroup, Runner
+from upper.errors import BadCheckpoint
 from upper.model.values import ZERO, Partition, Seqno
 from upper.spark.feed import Feed, Outlook
 
@@ -39,6 +40,18 @@ class Batch:
     seconds: float = 0.0
 
 
+class StrangeHistory(BadCheckpoint):
+    """The bucket is not the one that the lake has followed, though it has its name."""
+
+    def __init__(self, lake: Lake) -> None:
+        rows = sum(file.rows for file in lake.changes.files())
+        super().__init__(
+            f"the bucket {lake.layout.bucket!r} has no history in common with the lake {lake.root}: it is "
+            "another one, or was made anew; sync it into a new lake, or say --new-history, which moves "
+            f"all {rows:,} changes to `lost` and begins again"
+        )
+
+
 class Sync:
     """One bucket, one lake, and the workers between them."""
 
@@ -48,9 +61,12 @@ class Sync:
         feed: Feed,
         runner: Runner,
         *,
+        new_history: bool = False,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """`new_history`: go on though the bucket's history has nothing in common with the lake's."""
         self.lake, self.feed, self.runner, self._now = lake, feed, runner, now
+        self._new_history = new_history
         self._told: Mapping[Partition, Told] = {}  # what producers said to workers in the last round
         lake.repair()
 
@@ -64,6 +80,8 @@ class Sync:
         began = time.monotonic()
         outlook = self.feed.outlook()
         stand = self.lake.changes.stand
+        if not self._new_history and strange(stand, outlook):
+            raise StrangeHistory(self.lake)
         batch = Batch(behind=behind(stand, outlook))
         takings = self._takings(stand, outlook)
         self._told = {}
@@ -134,6 +152,7 @@ class Sync:
             weights[group] = weights.get(group, 0) + stretch.end - stretch.start.position.seqno + 1
         taken_groups = {layout.group_of(partition) for partition in takings}
         taken_files = self.lake.changes.files(taken_groups) if taken_groups else []
+        now = self._now()  # one moment for all that a round takes back
         return [
             ReadStretches(
                 root=self.lake.root,
@@ -143,7 +162,7 @@ class Sync:
                 stretches={p: stretch for p, stretch in wanted.items() if layout.group_of(p) in groups},
                 takings={p: taken for p, taken in takings.items() if layout.group_of(p) in groups},
                 taken_files=tuple(file for file in taken_files if file.group in groups),
-                now=self._now(),
+                now=now,
                 first=stand.batch == self.lake.latest.stand.batch == 0,
             )
             for groups in map(frozenset, shares(weights, self._width(weights)))
