@@ -14,15 +14,16 @@ import argparse
 import copy
 import os
 import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
 import upper
 from demo.shop import Shop, Write
-from demo.stage import Actor, Trouble, chart, run, until
+from demo.stage import Actor, Guard, Trouble, chart, run, until
 from upper.apps.lake.home import Lake
 from upper.client.bucket import Bucket
 from upper.errors import UpperError
@@ -39,6 +40,7 @@ class Story:
         self.node_data, self.lake = directory / "node", directory / "lake"
         self.shop = Shop(seed)
         self.actors: list[Actor] = []
+        self.guard = Guard()
         self.port = 0
         self.began = time.monotonic()
 
@@ -177,20 +179,28 @@ class Story:
 
     def start_node(self) -> Actor:
         arguments = ["serve", "--json", "--data", str(self.node_data), "--port", str(self.port)]
-        node = self.enter(
-            Actor("node", [*arguments, "--partitions", str(PARTITIONS)], directory=self.directory)
-        )
+        node = self.enter("node", [*arguments, "--partitions", str(PARTITIONS)])
         until(lambda: bool(node.lines()), waiting_for="the node to be ready", actors=[node])
         self.port = int(node.lines()[0]["port"])
         return node
 
     def start_sync(self) -> Actor:
         arguments = ["sync", self.url, str(self.lake), "--every", "1s", "--latest-every", "5s", "--json"]
-        return self.enter(Actor("sync", arguments, directory=self.directory))
+        return self.enter("sync", arguments)
 
-    def enter(self, actor: Actor) -> Actor:
+    def enter(self, name: str, arguments: Sequence[str]) -> Actor:
+        actor = Actor(name, arguments, directory=self.directory, guard=self.guard)
         self.actors.append(actor)
         return actor
+
+    def end(self, *, keep: bool) -> None:
+        """The end of the demo: with it, or not, the end of everybody in it."""
+        if keep:
+            self.guard.tell("keep")
+        else:
+            for actor in reversed(self.actors):
+                actor.stop(within=20.0)
+        self.guard.leave()
 
     def settle(self, bucket: Bucket, sync: Actor) -> dict[int, int]:
         """Wait until abandoned carts are gone and the lake has everything; where the bucket stands."""
@@ -271,6 +281,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=7, help="another seed, another story (7)")
     parser.add_argument("--keep", action="store_true", help="leave the node and the sync running")
     args = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to be stopped
     shutil.rmtree(args.directory, ignore_errors=True)
     args.directory.mkdir(parents=True)
     story = Story(args.directory.resolve(), seed=args.seed, keep=args.keep)
@@ -286,9 +298,7 @@ def main() -> int:
         print("demo: stopped; its processes are ended, its files stay", file=sys.stderr)
         return 130
     finally:
-        if not kept:
-            for actor in reversed(story.actors):
-                actor.stop(within=20.0)
+        story.end(keep=kept)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The stage of the demo: processes that end with it, waits that have ends, and a small chart.
 
-Nothing here knows the story. Every process is started in a group of its own and ended by its id,
-whatever happens; a wait that takes too long says what it waited for.
+Nothing here knows the story. Every process is started in a group of its own and ended by its id, whatever
+happens, also when the demo itself is killed; a wait that takes too long says what it waited for.
 """
 
 from __future__ import annotations
@@ -24,10 +24,42 @@ class Trouble(Exception):
     """The show cannot go on; the sentence says why."""
 
 
+# Reads the ids of process groups, one a line. When no more can come, because the demo is over or dead, it
+# ends them all, unless it was told to let them be.
+GUARD: Final = """
+import os, signal, sys
+groups = sys.stdin.read().split()
+for group in groups if "keep" not in groups else ():
+    try:
+        os.killpg(int(group), signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class Guard:
+    """A process that outlives the demo by a moment, and sees that nothing else does."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-SE", "-c", GUARD], stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{word}\n".encode())
+        self._process.stdin.flush()
+
+    def leave(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
 class Actor:
     """One `upper` process, its output in a file of its own."""
 
-    def __init__(self, name: str, arguments: Sequence[str], *, directory: Path) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], *, directory: Path, guard: Guard) -> None:
         self.name = name
         self.command = ["upper", *arguments]
         self.log = directory / f"{name}.log"
@@ -39,6 +71,7 @@ class Actor:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        guard.tell(str(self.process.pid))
 
     def lines(self) -> list[dict[str, Any]]:
         """The JSON objects that it has printed so far."""

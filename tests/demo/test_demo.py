@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,27 @@ def test_the_story_is_told_to_the_end(tmp_path: Path) -> None:
     assert "kept in `lost`: 600 changes, as expected" in told.stdout
     assert "the lake is true" in told.stdout
     assert _running(str(tmp_path)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_whatever_ends_the_demo_ends_its_processes(tmp_path: Path, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "demo", "--directory", str(tmp_path / "demo")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as demo:
+        assert demo.stdout is not None
+        assert any("Loaded" in line for line in demo.stdout)
+        assert len(_running(str(tmp_path))) >= 3
+        demo.send_signal(number)
+        demo.wait(60)
+    deadline = time.monotonic() + 60
+    while left := _running(str(tmp_path)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def _running(mark: str) -> list[str]:
