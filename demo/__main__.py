@@ -282,7 +282,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the node and the sync running")
     args = parser.parse_args()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGINT))  # one way to be stopped
+        if signal.getsignal(number) is signal.SIG_DFL:  # not where nohup says otherwise
+            signal.signal(number, signal.default_int_handler)
     shutil.rmtree(args.directory, ignore_errors=True)
     args.directory.mkdir(parents=True)
     story = Story(args.directory.resolve(), seed=args.seed, keep=args.keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,10 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=2_000)
 settings.load_profile(os.environ.get("UPPER_HYPOTHESIS", "default"))
+
+# A shell without job control lets what it starts with `&` ignore SIGINT, and so would every program that a
+# test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Run: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
 Say: TypeAlias = Callable[[str], None]
