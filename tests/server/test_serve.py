@@ -128,12 +128,25 @@ def test_every_group_answers_and_an_unknown_one_is_refused(shared_node: Node) ->
         assert peer.stats().keys() == {row.name for row in stats.GENERAL}
         assert peer.stats("memory").keys() == {row.name for row in stats.MEMORY}
         assert len(peer.stats("vbucket-details")) == 16 * len(stats.PARTITION)
-        assert "touch" in {name.split(":")[0] for name in peer.stats("timings")}
+        _timings_add_up(peer)
         assert peer.stats("reset") == {}
         assert peer.ask(Opcode.STAT, b"nonsense").status == Status.KEY_NOT_FOUND
         assert peer.ask(Opcode.STAT, b"streams 999999").status == Status.KEY_NOT_FOUND
         for odd in (b"streams x", "streams \u00b2".encode(), b"vbucket-details " + b"9" * 200):
             assert peer.ask(Opcode.STAT, odd).status == Status.INVALID_ARGUMENTS
+
+
+def _timings_add_up(peer: Peer) -> None:
+    before = peer.stats("timings")
+    peer.ask(Opcode.TOUCH, b"k", extras=bytes(4))
+    peer.set(b"k", b"v")
+    peer.get(b"k")
+    rows = peer.stats("timings")
+    assert int(rows["touch:count"]) == int(before["touch:count"]) + 1
+    assert int(rows["run:count"]) == int(before["run:count"]) + 2, "each came in a read of its own"
+    for command in {name.split(":")[0] for name in rows}:
+        counts = [int(n) for name, n in rows.items() if re.fullmatch(rf"{command}:\d+us", name)]
+        assert sum(counts) == int(rows[f"{command}:count"])
 
 
 def test_metrics_are_the_statistics_in_another_form(tmp_path: Path) -> None:
@@ -152,6 +165,8 @@ def test_metrics_are_the_statistics_in_another_form(tmp_path: Path) -> None:
         consumer = next(name for name in metrics if name.startswith("upper_consumer_items_total"))
         assert 'name="a \\"quoted\\" name"' in consumer
         assert metrics[consumer] == "10"
+        assert int(metrics['upper_command_seconds_count{command="run"}']) >= 10
+        assert float(metrics['upper_command_seconds_sum{command="run"}']) > 0
         typed = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
         assert len(typed) == len(dict(typed)), "each metric is declared once"
         assert urllib.request.urlopen(f"{url}/health", timeout=10).status == 200

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-RUN = "run"  # the name under which runs of the kernel are timed
 TURN = 256  # stream requests after which their answers leave, to see whether the peer reads them
 ROOM = 4 << 20  # bytes of answers after which a run is interrupted to see whether the peer reads them
 LINGER = 1.0  # seconds that a peer gets to read why it is being closed
@@ -167,7 +166,7 @@ class Connection(asyncio.Protocol):
                         delete_cas=self._hello,
                     )
                     if at > start:
-                        node.timings.command(RUN, time.perf_counter() - began)
+                        node.timings.run.add(time.perf_counter() - began)
                         waits |= waiting or node.barrier > node.committed
                     if at == size:
                         break

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from upper.server.node import Node
 
 MAX_REQUEST = 8192
+SECONDS = "upper_command_seconds"
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -48,7 +49,9 @@ class MetricsPage(asyncio.Protocol):
         elif path == b"/metrics":
             self._send(200, "".join(page(self._node)), head=method == b"HEAD")
         elif path == b"/health":
-            self._send(200 if self._node.bucket.failed is None else 503, "ready\n", head=method == b"HEAD")
+            failed = self._node.bucket.failed
+            text = "ready\n" if failed is None else f"{failed}\n"
+            self._send(200 if failed is None else 503, text, head=method == b"HEAD")
         else:
             self._send(404, "there is /metrics and /health")
 
@@ -75,8 +78,9 @@ def page(node: Node) -> Iterator[str]:
     for field in numeric:
         values = [(label, field.of_desk(c, c.desk)) for label, c in rows if c.desk is not None]
         yield from _metric(f"upper_consumer_{field.name}", NUMERIC[field.name], field.about, values)
-    for command, counts in sorted(node.timings.commands.items()):
-        yield from _histogram(command, counts)
+    yield f"# HELP {SECONDS} that commands took\n# TYPE {SECONDS} histogram\n"
+    for command, timing in sorted(node.timings.commands.items()):
+        yield from _histogram(command, timing)
 
 
 NUMERIC = {
@@ -96,13 +100,14 @@ def _metric(name: str, kind: Kind, about: str, values: list[tuple[str, stats.Val
         yield f"{name}{{{labels}}} {value}\n" if labels else f"{name} {value}\n"
 
 
-def _histogram(command: str, counts: list[int]) -> Iterator[str]:
+def _histogram(command: str, timing: stats.Timing) -> Iterator[str]:
     total = 0
-    for bucket, count in enumerate(counts):
+    for bucket, count in enumerate(timing.counts[:-1]):
         total += count
-        yield f'upper_command_seconds_bucket{{command="{command}",le="{(1 << bucket) / 1e6:g}"}} {total}\n'
-    yield f'upper_command_seconds_bucket{{command="{command}",le="+Inf"}} {total}\n'
-    yield f'upper_command_seconds_count{{command="{command}"}} {total}\n'
+        yield f'{SECONDS}_bucket{{command="{command}",le="{(1 << bucket) / 1e6:g}"}} {total}\n'
+    yield f'{SECONDS}_bucket{{command="{command}",le="+Inf"}} {timing.count}\n'
+    yield f'{SECONDS}_sum{{command="{command}"}} {timing.seconds:.6f}\n'
+    yield f'{SECONDS}_count{{command="{command}"}} {timing.count}\n'
 
 
 def _labels(connection: Connection, desk: Desk) -> str:

@@ -36,8 +36,12 @@ FAILOVERS = """\
 `vb_PARTITION:num_entries`, and for each version, newest first, `vb_PARTITION:PLACE:id` (the branch) and
 `vb_PARTITION:PLACE:seq` (the seqno at which it began)."""
 TIMINGS = """\
-`COMMAND:Nus`: how many of a command took less than N microseconds and at least half of that. Plain pipelined
-requests are answered in bulk and not timed one by one."""
+For each command that ran: `COMMAND:count`, how often; `COMMAND:total_us`, microseconds in all; `COMMAND:Nus`,
+how many took less than N microseconds and at least half of that. Waiting for the disk is not part of it.
+
+Plain GET, SET, DELETE and NOOP are answered in runs: a stretch of such requests, as they came in one read, is
+one `run`, with one time for all of them. Whatever a run leaves to the table (a CAS, an expiration, a lock) is
+counted under the name of its command."""
 
 
 def _lines() -> Iterator[str]:
@@ -78,7 +82,7 @@ def _consumer_metrics() -> Iterator[tuple[str, str]]:
 
     for name, kind in NUMERIC.items():
         yield f"`upper_consumer_{name}{'_total' if kind is Kind.COUNTER else ''}`", kind
-    yield "`upper_command_seconds_bucket`, `..._count`", "histogram, label `command`"
+    yield "`upper_command_seconds_bucket`, `..._sum`, `..._count`", "histogram, label `command`"
 
 
 def _code(name: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -47,19 +48,34 @@ class Counters:
         self.stream_items = self.stream_bytes = 0  # of streams that have ended
 
 
-class Timings:
-    """How long commands took, in powers of two of a microsecond; plain pipelined ones are not counted."""
+class Timing:
+    """How often something was done and how long it took: in all, and in powers of two of a microsecond."""
 
+    __slots__ = ("counts", "seconds")
     BUCKETS = 24
 
     def __init__(self) -> None:
-        self.commands: dict[str, list[int]] = {}
+        self.counts = [0] * self.BUCKETS
+        self.seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.counts[min(int(seconds * 1e6).bit_length(), self.BUCKETS - 1)] += 1
+        self.seconds += seconds
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+class Timings:
+    """The time of each command of the table, and of `run`: a stretch of plain requests answered in one go."""
+
+    def __init__(self) -> None:
+        self.commands: dict[str, Timing] = defaultdict(Timing)
+        self.run = self.commands["run"]
 
     def command(self, name: str, seconds: float) -> None:
-        row = self.commands.get(name)
-        if row is None:
-            row = self.commands[name] = [0] * self.BUCKETS
-        row[min(int(seconds * 1e6).bit_length(), self.BUCKETS - 1)] += 1
+        self.commands[name].add(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +149,7 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "requests",
         C,
-        "answered by the command table; plain pipelined ones are not counted",
+        "answered one by one; plain ones are answered in runs, which `timings` counts",
         lambda node: node.counters.requests + _open_connections(node, "requests"),
     ),
     Statistic(
@@ -307,7 +323,7 @@ GROUPS: Mapping[str, str] = {
     "streams": "every connection that follows; with its number behind, every stream of it",
     "vbucket-details": "every partition; with a number behind, that one",
     "failovers": "the failover log of every partition; with a number behind, of that one",
-    "timings": "how long commands took: for each, how many took less than so many microseconds",
+    "timings": "how often commands ran and how long they took",
     "reset": "accepted, and does nothing: counters count since the start",
 }
 
@@ -337,8 +353,10 @@ def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
         case "failovers":
             yield from _failovers(node, number)
         case "timings":
-            for command, counts in sorted(node.timings.commands.items()):
-                for bucket, count in enumerate(counts):
+            for command, timing in sorted(node.timings.commands.items()):
+                yield f"{command}:count", str(timing.count)
+                yield f"{command}:total_us", str(int(timing.seconds * 1e6))
+                for bucket, count in enumerate(timing.counts):
                     if count:
                         yield f"{command}:{1 << bucket}us", str(count)
         case "reset":
