@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from contextlib import suppress
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
 
 from tests.storage.conftest import QUIET, Open, Wall
 from upper.model.values import Seqno
-from upper.storage import Bucket, PartitionStore, StorageSettings, records
+from upper.storage import Bucket, Disk, PartitionStore, StorageSettings, records
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
-BUSY = StorageSettings(
-    segment_size=64 << 10, compact_floor=64 << 10, compact_share=1.0, sweep_every=0.02, purge_age=10**9
-)
+BUSY = StorageSettings(segment_size=64 << 10, disk_floor=64 << 10, sweep_every=0.02, purge_age=10**9)
 
 
 def disk_use(directory: Path) -> int:
@@ -123,9 +124,7 @@ def test_disk_use_stays_below_two_and_a_half_times_the_data(
     directory: Path, opened: Open, quota: int | None
 ) -> None:
     """Endless overwriting, with everything verified at the end."""
-    settings = StorageSettings(
-        compact_floor=64 << 10, compact_share=1.0, sweep_every=0.02, purge_age=10**9, memory_quota=quota
-    )
+    settings = StorageSettings(disk_floor=64 << 10, sweep_every=0.02, purge_age=10**9, memory_quota=quota)
     bucket = opened(settings, partitions=64)
     worst = 0.0
     last: dict[bytes, bytes] = {}
@@ -153,6 +152,63 @@ def test_disk_use_stays_below_two_and_a_half_times_the_data(
         item = again.partitions[int(key[3:]) % 64].read(key)
         assert item is not None
         assert item.value == value
+
+
+async def overwrite(bucket: Bucket, batches: int) -> None:
+    """A few hundred kilobytes, again and again."""
+    bucket.attach(asyncio.get_running_loop())
+    for batch in range(batches):
+        for n in range(20):
+            bucket.partitions[n % 4].write(b"key%d" % ((batch * 20 + n) % 300), b"%04d" % batch * 250)
+        await bucket.saved()
+    bucket.close()
+
+
+def test_little_data_is_not_rewritten_before_the_floor_is_reached(opened: Open, directory: Path) -> None:
+    bucket = opened(StorageSettings(disk_floor=4 << 20))
+    asyncio.run(overwrite(bucket, 120))
+    assert disk_use(directory) > 5 * sum(store.size for store in bucket.partitions)
+    assert bucket.rewriter.runs == 0
+    bucket = opened(StorageSettings(disk_floor=1 << 20))
+    asyncio.run(overwrite(bucket, 120))
+    assert disk_use(directory) < 1 << 20
+    assert bucket.rewriter.runs > 1
+
+
+class Unlinked(Disk):
+    """Remembers who unlinked what; for a while it refuses to."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.refusals = refusals
+        self.threads: set[str] = set()
+
+    def unlink(self, path: Path) -> None:
+        if path.suffix in (".log", ".part"):
+            self.threads.add(current_thread().name)
+            if self.refusals > 0:
+                self.refusals -= 1
+                raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        super().unlink(path)
+
+
+def test_the_loop_does_not_wait_while_files_are_deleted(opened: Open) -> None:
+    disk = Unlinked()
+    bucket = opened(StorageSettings(disk_floor=256 << 10, segment_size=32 << 10), disk=disk)
+    asyncio.run(overwrite(bucket, 200))
+    assert bucket.rewriter.runs > 1
+    assert disk.threads
+    assert main_thread().name not in disk.threads
+
+
+def test_a_file_that_cannot_be_deleted_is_deleted_later(opened: Open, directory: Path) -> None:
+    bucket = opened(StorageSettings(disk_floor=256 << 10, segment_size=32 << 10), disk=Unlinked(refusals=3))
+    asyncio.run(overwrite(bucket, 200))
+    assert list(check(directory)) == []
+    bucket = opened()
+    kept = {store.file.path for store in bucket.partitions if store.file is not None}
+    assert set((directory / "partitions").iterdir()) == kept
+    assert segments(directory)[0] != "00000001.log"
+    assert segments(directory) == [segment.file.path.name for segment in bucket.journal.segments]
 
 
 # ── The memory quota ──────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ from upper.storage.check import check
 PARTITIONS = 4
 LINE = struct.Struct(">BHQ")  # what, partition, seqno
 DURABLE, GOING_BACK, WENT_BACK = 1, 2, 3
-ROUGH = StorageSettings(segment_size=4096, compact_floor=4096, compact_at=1.2, sweep_every=0.01)
+ROUGH = StorageSettings(segment_size=4096, disk_floor=4096, disk_use=1.9, sweep_every=0.01)
 
 Say = Callable[[int, int, int], None]
 Line = tuple[int, int, int]
@@ -170,7 +170,7 @@ def test_nothing_acknowledged_is_lost_by_a_kill(
 @pytest.mark.slow
 def test_memory_durability_branches_after_a_kill_and_keeps_a_prefix(tmp_path: Path) -> None:
     directory = tmp_path / "bucket"
-    settings = StorageSettings(durability=Durability.MEMORY, segment_size=4096, compact_floor=4096)
+    settings = StorageSettings(durability=Durability.MEMORY, segment_size=4096, disk_floor=4096)
     Bucket.open(directory, settings, partitions=PARTITIONS).close()
     branched = 0
     for _ in range(10):

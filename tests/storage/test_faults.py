@@ -268,7 +268,7 @@ def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
 
 def test_a_compaction_in_the_background_that_fails_is_tried_again_later(opened: Open) -> None:
     disk = Faulty("rename", errno.ENOSPC)
-    bucket = opened(StorageSettings(segment_size=1024, compact_floor=0, sweep_every=0.001), disk=disk)
+    bucket = opened(StorageSettings(segment_size=1024, disk_floor=0, sweep_every=0.001), disk=disk)
 
     async def overwrite(enough: Callable[[], bool]) -> None:
         for n in range(1_000_000):

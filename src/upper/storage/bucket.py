@@ -179,6 +179,7 @@ class Bucket:
                 except OSError as error:
                     log.error("bucket %s: it could not be marked as closed: %s", self.name, error)
             self.journal.close()
+            self.files.delete_doomed()
             self.files.close()
             os.close(self._lock)
 
@@ -310,7 +311,7 @@ class Bucket:
             self._unweighed += outcome.size
             if self.settings.memory_quota is not None and outcome.file is not None:
                 self._move_out(outcome.batch, outcome.file, outcome.offset)
-            if self._unweighed > max(MIB // 16, self.live // 16):
+            if self._unweighed > max(MIB // 4, self.live // 16):
                 self.weigh()
             self.rewriter.written(outcome.size)
             if self.settings.durability is Durability.DISK:

@@ -17,7 +17,6 @@ write, and memory forgets them only after that. The newest change of a partition
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +26,11 @@ from upper import kernel
 from upper.storage import records
 from upper.storage.disk import Disk, write_all
 from upper.storage.files import File, Files, length_at, location
-from upper.storage.frames import FRAME_HEADER, PARTITION_MAGIC, FileHeader, file_header, frame
+from upper.storage.frames import FRAME_HEADER, PARTITION_MAGIC, FileHeader, file_header, frame_head
 from upper.storage.partition import PartitionStore
 
 FRAME_SIZE = 1 << 20
+WRITE_SIZE = 256 << 10  # the interpreter changes hands about once a write: not so often that it starves us
 ADOPT_STEP = 4096
 
 
@@ -104,14 +104,13 @@ def write(disk: Disk, files: Files, pack: Pack) -> None:
     try:
         for section in pack.sections:
             for payload in _payloads(pack, section, files):
-                ready.append(frame(number, pack.clock, payload))
-                time.sleep(0)  # lets the loop have the interpreter, if it waits for it
+                ready += (frame_head(number, pack.clock, payload), payload)
                 number += 1
-                filled += len(ready[-1])
-                pack.size += len(ready[-1])
+                filled += FRAME_HEADER + len(payload)
+                pack.size += FRAME_HEADER + len(payload)
                 if pack.cancelled:
                     return
-                if filled >= FRAME_SIZE:
+                if filled >= WRITE_SIZE:
                     write_all(disk, fd, b"".join(ready))
                     ready, filled = [], 0
         write_all(disk, fd, b"".join(ready))

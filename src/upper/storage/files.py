@@ -4,12 +4,14 @@ A location is one integer, `seqno << 80 | slot << 60 | offset << 25 | length`: s
 sorts and compares as the record would; the slot names an open file for as long as this process runs, the
 rest says where in it the whole record lies. Slots are used again; numbers of files never are.
 
-A file that is no longer needed is unlinked at once. Whoever still reads from it (a backfill that took
-its list of entries before) holds a pin, and the descriptor stays open until the last pin goes.
+A file that is no longer needed is doomed: `delete_doomed` unlinks it, beside the loop where there is one.
+Whoever still reads from it (a backfill that took its list of entries before) holds a pin, and the
+descriptor stays open until the last pin goes.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +20,8 @@ from typing import Final
 
 from upper.errors import Corrupt
 from upper.storage.disk import Disk
+
+log = logging.getLogger("upper.storage")
 
 LENGTH_BITS: Final = 25
 OFFSET_BITS: Final = 35
@@ -74,6 +78,7 @@ class Files:
         self._slots: list[File | None] = []
         self._free: list[int] = []
         self._lock = Lock()  # the journal's writer adds segments while others let files go
+        self.doomed: list[File] = []  # in the order in which they must go
 
     def add(self, path: Path, *, number: int, size: int) -> File:
         with self._lock:
@@ -124,15 +129,32 @@ class Files:
                 self.remove(file)
 
     def remove(self, file: File) -> None:
-        """Unlink the file; its slot and descriptor go when nobody reads from it any more."""
+        """Nobody needs the file; its slot and descriptor go when nobody reads from it any more."""
         if file.gone:
             return
         if file.pins and file.fd < 0:
             file.fd = self.disk.open(file.path, os.O_RDONLY)
         file.gone = True
-        self.disk.unlink(file.path)
+        self.doomed.append(file)
         if not file.pins:
             self._release(file)
+
+    @property
+    def doomed_size(self) -> int:
+        """Bytes that are on disk and of no use to anybody."""
+        return sum(file.size for file in tuple(self.doomed))
+
+    def delete_doomed(self) -> None:
+        """Unlink what nobody needs, in order. What cannot be unlinked now is tried again the next time."""
+        while self.doomed:
+            try:
+                self.disk.unlink(self.doomed[0].path)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                log.error("%s cannot be deleted: %s", self.doomed[0].path, error.strerror)
+                return
+            del self.doomed[0]
 
     def close(self) -> None:
         for file in self._slots:

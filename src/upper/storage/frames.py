@@ -80,10 +80,15 @@ def read_file_header(data: bytes, magic: bytes, path: Path) -> FileHeader:
     return FileHeader(sections, uuid, number, batch)
 
 
-def frame(number: int, clock: int, payload: bytes) -> bytes:
+def frame_head(number: int, clock: int, payload: bytes) -> bytes:
+    """What stands before the payload."""
     tail = _FRAME_TAIL.pack(number, len(payload), clock)
     crc = crc32(payload, crc32(tail))
-    return b"".join((FRAME_MAGIC, crc.to_bytes(4, "big"), tail, payload))
+    return b"".join((FRAME_MAGIC, crc.to_bytes(4, "big"), tail))
+
+
+def frame(number: int, clock: int, payload: bytes) -> bytes:
+    return frame_head(number, clock, payload) + payload
 
 
 class Frames:

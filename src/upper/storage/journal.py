@@ -47,6 +47,7 @@ class Journal:
     files: Files
     uuid: int
     segments: list[Segment] = field(default_factory=list)
+    written: int = 0  # bytes of all batches since it was opened
     _fd: int = -1
 
     @property
@@ -69,6 +70,7 @@ class Journal:
             disk.fdatasync(self._fd)
         segment.file.size = at + len(data)
         segment.last = number
+        self.written += len(data)
         return at + FRAME_HEADER
 
     def give_up(self) -> None:

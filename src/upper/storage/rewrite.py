@@ -1,10 +1,11 @@
-"""When partitions are rewritten, and what is then forgotten: compaction beside the loop, and rollback.
+"""When partitions are rewritten, and what is then forgotten: compaction beside the loop.
 
 Compaction works on a few partitions at a time. It begins at the one moment when memory is exactly what it
 is after a batch (`after_batch`), writes in a thread of its own, and ends in the loop again. It is due when
-the disk holds too much beside the live data. It works only a share of its time, unless the disk fills faster
-than that. The partitions that hold back the oldest journal segment go first, or, when old values in
-partition files are the larger part, the file with the most of them.
+the disk holds too much beside the live data; `pace` says which partitions go first and how soon the next
+ones follow. Should the disk fill faster than they can be rewritten, batches wait.
+
+Files that are no longer needed are deleted beside the loop too: that may take long.
 
 A rollback is a rewriting too: the partition as it stood at an earlier complete snapshot goes into a file that
 holds every batch so far. Giving that file its name is the rollback; before, nothing has happened.
@@ -21,9 +22,7 @@ from typing import TYPE_CHECKING
 
 from upper.errors import NotWritable, StorageError
 from upper.model.values import ZERO, BranchId, FailoverLog, Seqno, Version
-from upper.storage import compact, load, marks, records
-from upper.storage.files import File
-from upper.storage.frames import Frames
+from upper.storage import compact, load, marks, pace, rewind
 from upper.storage.partition import PartitionStore
 
 if TYPE_CHECKING:
@@ -32,14 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("upper.storage")
 
 PACK_BYTES = 8 << 20  # partitions share a file up to this size, so that one sync does for all of them
-PACK_SHARE = (
-    1 / 16
-)  # of the live data, as long as that is less: old and new file stand side by side for a while
+PACK_SHARE = 16  # or up to this part of the live data: old and new file stand side by side for a while
 PACK_PARTITIONS = 256
-# Disk use in multiples of the live data, counting what has to be written before the journal can go:
-FIRST = 0.42  # past `compact_at`: what is in no file yet goes into one, though there is no waste yet
-URGENT = 0.55  # past it: the rewriter takes all of its time
-FULL = 0.6  # past it: batches wait while partitions are being rewritten
+# Shares of what the directory may take:
+BEGIN = 0.64  # past it, what is wasted is worth rewriting
+FIRST = 0.81  # past it, what is in no file yet goes into one, though there is no waste yet
 RETRY = 5.0  # seconds after which a rewriting that failed is tried again
 
 
@@ -52,8 +48,9 @@ class Rewriter:
         self._chosen: list[PartitionStore] = []
         self._packs: list[compact.Pack] = []
         self._closed = False
-        self._urgent = self._full = False
-        self._rest_until = self._retry_at = 0.0
+        self._full = False
+        self._next_at = 0  # bytes that were journaled when the next partitions are due
+        self._retry_at = 0.0
         self._files = 0  # bytes of all partition files
         self.rewritten = 0  # bytes, since the bucket was opened
         self.runs = self.failures = 0
@@ -84,7 +81,7 @@ class Rewriter:
     @property
     def disk_use(self) -> int:
         """Bytes of all journal segments and partition files, as last weighed."""
-        return self._files + self._bucket.journal.size
+        return self._files + self._bucket.journal.size + self._bucket.files.doomed_size
 
     def weigh(self) -> None:
         """Take stock of the partition files."""
@@ -105,23 +102,36 @@ class Rewriter:
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
         if size:
-            self._measure()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """The next partitions, if they are due by now."""
+        if self._measure() and self._bucket.journal.written >= self._next_at:
             self._consider()
 
     def try_again(self) -> None:
         """After a failure: there is room now, do not wait any longer."""
         self._retry_at = 0.0
 
+    @property
+    def _limit(self) -> float:
+        """Bytes that the directory may take."""
+        settings = self._bucket.settings
+        return max(settings.disk_use * self._bucket.live, settings.disk_floor)
+
+    @property
+    def _top(self) -> float:
+        """Bytes that it is kept at: there has to be room for what is just being written and deleted."""
+        limit = self._limit
+        return limit - max(2.5 * self._pack_limit, limit / 25)
+
     def _measure(self) -> bool:
-        """Is rewriting due? How urgent is it?"""
-        live, settings = self._bucket.live, self._bucket.settings
-        mark = settings.compact_at * live + settings.compact_floor
-        use = self.disk_use
+        """Is rewriting due? Must batches wait for it?"""
+        limit, use = self._limit, self.disk_use
         # What is in no file yet has to be written to one before the journal can let go of it.
-        to_be = use + max(0, live - self._files)
-        self._urgent = to_be > mark + URGENT * live
-        self._full = to_be > mark + FULL * live
-        return use > mark or to_be > mark + FIRST * live
+        to_be = use + max(0, self._bucket.live - self._files)
+        self._full = to_be > self._top + self._pack_limit / 2
+        return use > BEGIN * limit or to_be > FIRST * limit
 
     def tick(self) -> None:
         """Once in a while, whether or not anything was written."""
@@ -140,8 +150,15 @@ class Rewriter:
         bucket = self._bucket
         if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
             return
-        if self._measure() and time.monotonic() >= self._retry_at:
-            self.choose(self._most_wasteful())
+        if not self._measure() or time.monotonic() < self._retry_at:
+            return
+        bucket.weigh()  # while much is new, what was live some batches ago says too little
+        if self._measure():
+            chosen, wait = self._most_wasteful()
+            self.choose(chosen)
+        else:
+            wait = bucket.live // 64
+        self._next_at = bucket.journal.written + wait
 
     def choose(self, stores: list[PartitionStore], *, now: bool = True) -> None:
         """These are rewritten next: now, if nothing is on its way, else (or if so wanted) after a batch."""
@@ -149,43 +166,25 @@ class Rewriter:
         if stores and now and not self._bucket.pending:
             self._launch(self._bucket.ticket - 1)
 
-    def _most_wasteful(self) -> list[PartitionStore]:
-        """The partitions that are best rewritten next: of one file, or of several small ones."""
-        groups: dict[File | int, list[PartitionStore]] = {}
-        for store in self._bucket.partitions:
-            groups.setdefault(store.id if store.file is None else store.file, []).append(store)
-        waste = {
-            file: file.size - sum(store.size for store in group)
-            for file, group in groups.items()
-            if isinstance(file, File)
-        }
-        if self._bucket.journal.size < sum(waste.values()):
-            return self._enough([groups[file] for file in sorted(waste, key=lambda file: -waste[file])])
-        aged = [
-            (min(batches), group)
-            for group in groups.values()
-            if (batches := [store.first_batch for store in group if store.first_batch is not None])
-        ]
-        return self._enough([group for _, group in sorted(aged, key=lambda pair: pair[0])])
-
-    def _enough(self, groups: list[list[PartitionStore]]) -> list[PartitionStore]:
-        """The first of these groups, and as many of the next as still fit a pack."""
-        chosen: list[PartitionStore] = []
-        size, limit = 0, self._pack_limit
-        if groups and groups[0][0].file is None:
-            limit *= 4  # there is no old file that would stand beside the new one
-        for group in groups:
-            size += sum(store.size for store in group)
-            if chosen and size > limit:
-                break
-            chosen += group
-        return chosen
+    def _most_wasteful(self) -> tuple[list[PartitionStore], int]:
+        """What is best rewritten next, and how many bytes may be journaled before more of it has to be."""
+        bucket, top = self._bucket, self._top
+        found = pace.groups(bucket.partitions, bucket.journal.segments)
+        if bucket.journal.size < sum(group.waste for group in found):
+            ordered = pace.by_waste(found)
+            rate = max(0.0, top - self.disk_use) / max(1, sum(group.size for group in ordered))
+        else:
+            ordered = pace.by_age(found)
+            rate = pace.pace(ordered, top - max(self._files, bucket.live))
+        chosen = pace.enough(ordered, self._pack_limit)
+        wait = int(rate * sum(group.size for group in chosen)) if chosen else 0
+        return [store for group in chosen for store in group.stores], wait
 
     @property
     def _pack_limit(self) -> int:
-        live = self._bucket.live
+        size = max(self._bucket.live, self._bucket.settings.disk_floor)
         # Never more than some hundred files: one that values are read from is kept open.
-        return max(min(PACK_BYTES, max(64 << 10, int(live * PACK_SHARE))), live // 256)
+        return max(min(PACK_BYTES, size // PACK_SHARE), size // 256)
 
     def _old_deletions(self) -> list[PartitionStore]:
         """Partitions whose deletions have been kept for long enough, by when they were last looked at."""
@@ -246,20 +245,11 @@ class Rewriter:
     def _run(self, packs: list[compact.Pack]) -> None:
         """In the worker: write, wait for the batch, give the files their names."""
         error: Exception | None = None
-        self._rest()
-        began = time.monotonic()
         try:
             self._write(packs)
         except (OSError, StorageError) as caught:
             error = caught
-        now = time.monotonic()
-        self._rest_until = now + min(5.0, (now - began) * (1 / self._bucket.settings.compact_share - 1))
         self._then(self._finish, packs, error)
-
-    def _rest(self) -> None:
-        """Stay away until the last run was only its share of the time, unless there is no time for that."""
-        while not self._urgent and not self._closed and (left := self._rest_until - time.monotonic()) > 0:
-            time.sleep(min(left, 0.02))
 
     def _write(self, packs: list[compact.Pack]) -> None:
         for pack in packs:
@@ -290,8 +280,9 @@ class Rewriter:
             self._loop.call_soon(self._step, steps)
             return
         self._forget_beside()
+        self._delete_beside()
         self._bucket.kick()
-        self._consider()
+        self._go_on()
 
     def _discard(self, pack: compact.Pack) -> None:
         for section in pack.sections:
@@ -313,13 +304,13 @@ class Rewriter:
             file.holders += 1  # ours, until every partition has moved in
             for section in pack.sections:
                 store = section.store
-                store.compacting = False
                 # A partition that was rolled back meanwhile has a newer file than this one.
                 if store.epoch == section.epoch:
                     old, store.file = store.file, file
                     file.holders += 1
                     yield from compact.adopt(section, file)
                     files.drop(old)
+                store.compacting = False
                 if store.epoch == section.epoch:
                     store.first_batch = None if store.last_batch <= pack.batch else pack.batch + 1
             files.drop(file)
@@ -367,7 +358,15 @@ class Rewriter:
             log.error("bucket %s: old journal segments stay: %s", self._bucket.name, error)
             return
         self._bucket.journal.forget(floor.first)
+        self._delete_beside()
         self._measure()
+
+    def _delete_beside(self) -> None:
+        """Files that nobody needs any more: beside the loop, if there is one."""
+        if self._worker is None:
+            self._bucket.files.delete_doomed()
+        elif self._bucket.files.doomed and not self._closed:
+            self._worker.submit(self._bucket.files.delete_doomed)
 
     def _then(self, step: Callable[..., None], *facts: object) -> None:
         """Go on in the loop's thread, unless it has ended."""
@@ -393,6 +392,7 @@ class Rewriter:
             self._forget()
         except OSError as error:
             log.error("bucket %s: old journal segments stay: %s", self._bucket.name, error)
+        self._delete_beside()
 
     # ── Rollback ──────────────────────────────────────────────────────────────────────────────────
 
@@ -400,7 +400,7 @@ class Rewriter:
         if store.high <= to and store.incoming is None:
             return Seqno(store.high)
         bucket = self._bucket
-        earlier = self._as_of(store, to)
+        earlier = rewind.as_of(bucket, store, to)
         kept = tuple(version for version in store.log if version.seqno <= earlier.high)
         earlier.state = store.state
         earlier.log = FailoverLog(kept or (Version(fresh, ZERO),))
@@ -420,69 +420,8 @@ class Rewriter:
         store.file.holders += 1
         bucket.files.drop(old)
         bucket.files.unpin(pack.pins)
+        self._delete_beside()
         store.first_batch = None
         bucket.served(store)
         log.info("partition %d: rolled back %d → %d, asked for %d", store.id, before, store.high, to)
         return Seqno(store.high)
-
-    def _as_of(self, store: PartitionStore, to: Seqno) -> PartitionStore:
-        """The partition at the newest complete snapshot at or below `to` that file and journal can tell."""
-        bucket = self._bucket
-        earlier = PartitionStore(bucket, store.id, state=store.state, log=store.log)
-        loader = load.Loader(
-            bucket.directory, bucket.files, uuid=bucket.uuid, partitions=len(bucket.partitions),
-            stores=[earlier],
-        )  # fmt: skip
-        covered = 0
-        if store.file is not None:
-            held = store.file.holders
-            loader.load_file(store.file)
-            store.file.holders = held  # the copy is passing
-            loader.finish()
-            covered = loader.covered[store.id]
-        packets = self._packets(store, covered)
-        upto = _newest_complete(earlier, packets, to)
-        if upto is None:
-            return PartitionStore(bucket, store.id, state=store.state, log=store.log)
-        for packet in packets[:upto]:
-            earlier.replay(packet)
-        earlier.incoming = None
-        return earlier
-
-    def _packets(self, store: PartitionStore, covered: int) -> list[bytes]:
-        """Everything that the journal holds of this partition past a batch, in order."""
-        wanted = int(store.id).to_bytes(2, "big")
-        packets: list[bytes] = []
-        for segment in self._bucket.journal.segments:
-            if segment.last <= covered:
-                continue
-            data = segment.file.path.read_bytes()[: segment.file.size]
-            for found in Frames(data):
-                if found.number <= covered:
-                    continue
-                at = found.start
-                while at < found.end:
-                    past = records.packet_end(data, at)
-                    if data[at + 6 : at + 8] == wanted:
-                        packets.append(data[at:past])
-                    at = past
-        return packets
-
-
-def _newest_complete(start: PartitionStore, packets: list[bytes], to: int) -> int | None:
-    """How many of the packets lead to a complete snapshot at or below `to`; None if no number does."""
-    high, open_snapshot = start.high, start.incoming is not None
-    best = 0 if not open_snapshot and high <= to else None
-    for index, packet in enumerate(packets, 1):
-        match packet[1]:
-            case records.SNAPSHOT_START:
-                open_snapshot = True
-            case records.SNAPSHOT_END:
-                open_snapshot = False
-            case records.FLUSH:
-                high += 1
-            case opcode if opcode in records.CHANGES:
-                high = records.seqno_of(packet)
-        if not open_snapshot and high <= to:
-            best = index
-    return best

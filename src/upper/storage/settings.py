@@ -22,9 +22,8 @@ class StorageSettings:
     purge_age: float = 3 * 86400.0  # seconds that a deletion is remembered at least
     segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
     compact: bool = True  # rewrite partitions in the background
-    compact_at: float = 1.6  # disk use, in multiples of the live data, at which rewriting begins
-    compact_floor: int = MIB  # disk use below which nothing is rewritten
-    compact_share: float = 0.3  # share of its time that the rewriter works, unless the disk fills up
+    disk_use: float = 2.5  # multiples of the live data that the directory may take
+    disk_floor: int = 16 * MIB  # bytes that it may take however little there is
     sweep_every: float = 1.0  # seconds between two looks for expired items and old deletions
 
     def __post_init__(self) -> None:
@@ -32,5 +31,5 @@ class StorageSettings:
             raise ValueError("a memory quota cannot be negative")
         if self.segment_size < 1024:
             raise ValueError("a journal segment has at least 1024 bytes")
-        if not 0 < self.compact_share <= 1:
-            raise ValueError("the rewriter's share of time lies between 0 and 1")
+        if self.disk_use <= 1:
+            raise ValueError("the directory needs more than once the live data")
