@@ -67,6 +67,29 @@ def test_each_refusal_has_its_exception_and_a_sentence(bucket: Bucket) -> None:
     assert bucket.get("a").value == b"other", "the connection goes on after each of them"
 
 
+def test_what_fits_into_no_packet_is_refused_with_a_sentence(bucket: Bucket) -> None:
+    for call in (
+        lambda: bucket.set("a", "x", expiry=-1),
+        lambda: bucket.set("a", "x", flags=2**32),
+        lambda: bucket.set("a", "x", cas=-1),
+        lambda: bucket.set_many({"a": "x"}, expiry=2**40),
+        lambda: bucket.get("k" * 70_000),
+        lambda: bucket.get_many(["k" * 70_000]),
+        lambda: bucket.incr("a", -1),
+        lambda: bucket.failover_log(16),
+        lambda: bucket.promote(-1),
+        lambda: upper.connect("upr://127.0.0.1", timeout=0),
+    ):
+        with pytest.raises(InvalidArguments):
+            call()
+    for value in (5, None, ["x"]):
+        with pytest.raises(TypeError, match="str or bytes"):
+            bucket.set("a", value)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="str or bytes"):
+            bucket.set_many({"a": value})  # type: ignore[arg-type]
+    assert bucket.get_many(["a"]) == {}
+
+
 def test_many_are_pipelined_and_missing_ones_are_left_out(bucket: Bucket) -> None:
     stored = bucket.set_many((f"k{n}", f"v{n}") for n in range(10_000))
     assert len(stored) == 10_000

@@ -41,7 +41,7 @@ def test_set_get_incr_and_delete(url: str) -> None:
     (stored,) = objects(run("set", url, "user:1", "-", "--json", stdin=b"line\nline"))
     assert stored["seqno"] >= 1
     assert isinstance(stored["cas"], str)
-    assert run("get", url, "user:1") == "line\nline\n"
+    assert run("get", url, "user:1") == "line\nline", "as it is: it may be a picture"
     assert objects(run("get", url, "user:1", "--json"))[0]["value"] == "line\nline"
     assert "no such key: none" in run("get", url, "none", code=1)
     assert run("incr", url, "n", "--initial", "5") == "5\n"
@@ -91,6 +91,9 @@ def test_tail_takes_up_where_its_checkpoint_stands(url: str, bucket: Bucket, tmp
                            str(bucket.partition_of("k1"))))[-1:]  # fmt: skip
     assert again["seqno"] == change["seqno"]
     assert "no checkpoint" in run("tail", url, "--from", str(tmp_path / "none"), code=2)
+    nowhere = run("tail", url, "--until", "now", "--checkpoint", str(tmp_path / "no" / "where"), code=2)
+    assert nowhere.startswith("upper: "), "before anything is shown that could not be taken up again"
+    assert f"make {tmp_path / 'no'}" in nowhere
     (tmp_path / "here.json").write_bytes(b"damaged")
     assert "remove it to start over" in run("tail", url, *here, code=2)
 
@@ -163,3 +166,25 @@ def test_mistakes_get_a_sentence_and_a_code(url: str) -> None:
     assert "not a partition" in run("tail", url, "--partitions", "x", code=2)
     assert "0 to 15" in run("tail", url, "--partitions", "99", code=4)
     assert "give a number from 0 to 1" in run("load", url, "--deletes", "200%", code=2)
+    assert "give a number from 0 to 1" in run("load", url, "--deletes", "many", code=2)
+    assert "there are none" in run("load", url, "--items", "0", "--updates", "5", code=4)
+    assert "more than" in run("load", url, "--items", "1", "--value-size", "30000000", code=4)
+    assert "there is no partition 500; they are 0 to 15" in run("failover-log", url, "-p", "500", code=4)
+    assert "there is no partition 500; they are 0 to 15" in run("promote", url, "-p", "500", code=4)
+    assert "at most 65536" in run("promote", url, "-p", "99999", code=2)
+    assert "0 to 281474976710655" in run("promote", url, "-p", "1", "--to", "-4", code=2)
+    assert "seconds above 0" in run("get", url, "a", "--timeout", "0", code=2)
+    assert "0 to 4294967295" in run("set", url, "a", "b", "--expiry", "-1", code=2)
+    assert "not a whole number" in run("incr", url, "a", "--by", "x", code=2)
+    assert "with TLS" in run("get", f"{url}?tls=on", "a", code=3)
+
+
+def test_a_key_or_a_value_that_is_no_text_is_taken_as_it_is(url: str) -> None:
+    key = os.fsdecode(b"k\xff")
+    run("set", url, key, os.fsdecode(b"\xfe"))
+    (found,) = objects(run("get", url, key, "--json"))
+    assert (found["key"], found["value"]) == ("6bff", "fe")
+    (seen,) = objects(run("tail", url, "--until", "now", "--key-prefix", key, "--json"))
+    assert seen["key"] == "6bff"
+    assert "deleted 1 of 1" in run("delete", url, key)
+    assert "no such key: 6bff" in run("get", url, key, code=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, reach
+from upper.cli.reaching import add_url, as_typed, reach
 
 EXAMPLES = """
 upper delete upr://127.0.0.1:11210/default user:1
@@ -19,6 +19,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, out: Output) -> ExitCode:
     with reach(args, "upper delete") as bucket:
-        deleted = bucket.delete_many(args.keys)
+        deleted = bucket.delete_many(map(as_typed, args.keys))
     out.show({"asked": len(args.keys), "deleted": deleted}, text=f"deleted {deleted} of {len(args.keys)}")
     return ExitCode.OK if deleted == len(args.keys) else ExitCode.DIFFERENT

@@ -1,11 +1,11 @@
-"""Read keys. One key prints its value as it is; several print a table."""
+"""Read keys. One key prints its value, byte for byte into a file or a pipe; several print a table."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, reach
+from upper.cli.output import ExitCode, Output, text_of
+from upper.cli.reaching import add_url, as_typed, reach
 
 EXAMPLES = """
 upper get upr://127.0.0.1:11210/default user:1
@@ -19,19 +19,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
+    keys = [as_typed(key) for key in args.keys]
     with reach(args, "upper get") as bucket:
-        found = bucket.get_many(args.keys)
+        found = bucket.get_many(keys)
     rows = [
         {"key": key, "value": item.value, "flags": item.flags, "cas": str(item.cas)}
-        for key in args.keys
-        if (item := found.get(key.encode())) is not None
+        for key in keys
+        if (item := found.get(key)) is not None
     ]
-    if len(args.keys) == 1 and rows and not out.as_json:
-        value = found[args.keys[0].encode()].value
-        out.raw(value if value.endswith(b"\n") else value + b"\n")
+    if len(keys) == 1 and rows and not out.as_json:
+        out.raw(found[keys[0]].value)
     elif rows:
         out.show(rows)
-    missing = [key for key in args.keys if key.encode() not in found]
+    missing = [text_of(key) for key in keys if key not in found]
     if missing:
         out.note(f"upper: no such key: {', '.join(missing)}")
     return ExitCode.DIFFERENT if missing else ExitCode.OK

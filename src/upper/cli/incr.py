@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, reach
+from upper.cli.reaching import add_url, as_typed, number, reach
 
 EXAMPLES = """
 upper incr upr://127.0.0.1:11210/default visits --initial 1
@@ -17,15 +17,24 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
     parser.add_argument("key", metavar="KEY")
     parser.add_argument(
-        "--by", type=int, default=1, metavar="N", help="how much, also negative (%(default)s)"
+        "--by",
+        type=number(-(2**64) + 1, 2**64 - 1),
+        default=1,
+        metavar="N",
+        help="how much, also negative (%(default)s)",
     )
-    parser.add_argument("--initial", type=int, metavar="N", help="what a key that is not there begins with")
-    parser.add_argument("--expiry", type=int, default=0, metavar="SECONDS", help="of a key that begins")
+    parser.add_argument(
+        "--initial", type=number(0, 2**64 - 1), metavar="N", help="what a key that is not there begins with"
+    )
+    parser.add_argument(
+        "--expiry", type=number(0, 2**32 - 2), default=0, metavar="SECONDS", help="of a key that begins"
+    )
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
+    key = as_typed(args.key)
     with reach(args, "upper incr") as bucket:
         count = bucket.incr if args.by >= 0 else bucket.decr
-        number = count(args.key, abs(args.by), initial=args.initial, expiry=args.expiry)
-    out.show({"key": args.key, "value": number}, text=str(number))
+        result = count(key, abs(args.by), initial=args.initial, expiry=args.expiry)
+    out.show({"key": key, "value": result}, text=str(result))
     return ExitCode.OK

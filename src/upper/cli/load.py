@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, reach
+from upper.cli.reaching import add_url, number, reach
 
 EXAMPLES = """
 upper load upr://127.0.0.1:11210/default --items 100000
@@ -37,7 +37,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--depth", type=_some, default=100, metavar="N", help="requests under way on each (%(default)s)"
     )
     parser.add_argument("--key-prefix", default="key:", metavar="TEXT", help="how keys begin (%(default)s)")
-    parser.add_argument("--expiry", type=_count, default=0, metavar="SECONDS", help="of every item")
+    parser.add_argument(
+        "--expiry", type=number(0, 2**32 - 1), default=0, metavar="SECONDS", help="of every item"
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same items again (%(default)s)")
 
 
@@ -88,21 +90,18 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
 
 def _count(text: str) -> int:
-    number = int(text.replace("_", ""))
-    if number < 0:
-        raise ArgumentTypeError(f"{text} is below 0")
-    return number
+    return number(0, 2**48)(text.replace("_", ""))
 
 
 def _some(text: str) -> int:
-    number = _count(text)
-    if not number:
-        raise ArgumentTypeError("at least 1 is needed")
-    return number
+    return number(1, 2**16)(text)
 
 
 def _share(text: str) -> float:
-    share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    try:
+        share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
     if not 0 <= share <= 1:
         raise ArgumentTypeError(f"{text} is not a share; give a number from 0 to 1, or a percentage")
     return share

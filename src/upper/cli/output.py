@@ -94,10 +94,17 @@ class Output:
         print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stderr, flush=True)
 
     def raw(self, data: bytes) -> None:
-        """Bytes as they are, for values that go into a file or a pipe."""
+        """Bytes as they are, for values that go into a file or a pipe; a terminal gets its last newline."""
         self._stdout.flush()
         self._stdout.buffer.write(data)
+        if self.on_screen and not data.endswith(b"\n"):
+            self._stdout.buffer.write(b"\n")
         self._stdout.buffer.flush()
+
+    @property
+    def on_screen(self) -> bool:
+        """True when a person sees the answers."""
+        return self._stdout.isatty()
 
     @property
     def watched(self) -> bool:
@@ -111,7 +118,7 @@ class Output:
         `answering`: answers are shown meanwhile. On the same terminal they are progress enough, and a bar
         would run into them, so there is one only where they go elsewhere.
         """
-        if not self.watched or (answering and self._stdout.isatty()):
+        if not self.watched or (answering and self.on_screen):
             yield _Unseen()
             return
         from upper.cli.bar import bar

@@ -9,7 +9,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, partitions, reach
+from upper.cli.reaching import add_url, number, partitions, reach
 
 EXAMPLES = """
 upper promote upr://127.0.0.1:11210/default -p 7
@@ -20,7 +20,7 @@ upper promote upr://127.0.0.1:11210/default -p 7 --to 1000
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
     parser.add_argument("-p", "--partitions", type=partitions, required=True, metavar="N", help="which ones")
-    parser.add_argument("--to", type=int, metavar="SEQNO", help="go back to here, or before")
+    parser.add_argument("--to", type=number(0, 2**48 - 1), metavar="SEQNO", help="go back to here, or before")
 
 
 def run(args: Namespace, out: Output) -> ExitCode:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upper.cli.output import ExitCode, Output, text_of
-from upper.cli.reaching import add_url, partitions, reach
+from upper.cli.reaching import add_url, as_typed, partitions, reach
 
 if TYPE_CHECKING:
     from upper.client.events import Event
@@ -60,7 +60,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
             checkpoint=None if args.checkpoint is None else Checkpoint(args.checkpoint),
             partitions=args.partitions,
             keys_only=args.keys_only,
-            key_prefix=args.key_prefix,
+            key_prefix=None if args.key_prefix is None else as_typed(args.key_prefix),
             operations=None if args.operations is None else args.operations.split(","),
             on_rollback="continue",
             name="upper tail",
@@ -104,7 +104,7 @@ def line(event: Event) -> str:
         case Mutation():
             value = text_of(event.value)
             cut = value if len(value) <= WIDTH else value[: WIDTH - 1] + "…"
-            return _printable(f"{head}  {text_of(event.key)}  {cut}")
+            return _printable(f"{head}  {text_of(event.key)}  {cut}".rstrip())
         case Deletion() | Expiration():
             return _printable(f"{head}  {text_of(event.key)}")
         case Rollback():

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, reach
+from upper.cli.reaching import add_url, number, reach, some_seconds
 
 if TYPE_CHECKING:
     from upper.client.bucket import Bucket
@@ -25,13 +25,15 @@ RATES = ("requests", "changes", "commits", "stream_items", "stream_bytes")
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
-    parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="interval (%(default)s)")
-    parser.add_argument("--count", type=int, metavar="N", help="stop after so many")
+    parser.add_argument(
+        "--every", type=some_seconds, default=1.0, metavar="SECONDS", help="interval (%(default)s)"
+    )
+    parser.add_argument("--count", type=number(1, 2**31), metavar="N", help="stop after so many")
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
     with reach(args, "upper top") as bucket:
-        if out.as_json or not out.watched:
+        if out.as_json or not out.on_screen:
             for moment in _moments(bucket, args):
                 out.show(moment, text=_line(moment))
             return ExitCode.OK

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from upper.client.async_feed import Feed
-from upper.client.bucket import TIMEOUT, address_of, portions
-from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text
+from upper.client.bucket import address_of, portions, timeout_of
+from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, fitting
 from upper.client.commands import Commands, as_bytes
 from upper.client.events import Event
 from upper.client.link import Answer
@@ -58,7 +58,7 @@ class Bucket:
         name: str = "upper",
     ) -> None:
         self.address = address
-        self.timeout = timeout or address.timeout or TIMEOUT
+        self.timeout = timeout_of(timeout, address)
         self.access = Access(address, tls_context(address, tls), address.settings.get("name", name))
         self._commands = Commands(address, random=random.random)
         self._pipes: dict[tuple[Node, bool], Pipe] = {}
@@ -229,6 +229,7 @@ class Bucket:
                 raise
 
     async def _carry_out(self, call: Call[T]) -> T:
+        call = fitting(call)
         try:
             effect = next(call)
             while True:

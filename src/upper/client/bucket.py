@@ -14,12 +14,12 @@ from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, Wait
+from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, Wait, fitting
 from upper.client.commands import Commands, as_bytes
 from upper.client.routes import Routes
 from upper.client.sockets import Access, Lines, tls_context
 from upper.client.url import Address, Node, parse_url
-from upper.errors import TimedOut, UpperError
+from upper.errors import InvalidArguments, TimedOut, UpperError
 from upper.model.values import Cas, FailoverLog, Partition, Seqno
 from upper.wire.codes import Opcode
 
@@ -70,6 +70,13 @@ def address_of(url: str, *, user: str | None = None, password: str | None = None
     )
 
 
+def timeout_of(given: float | None, address: Address) -> float:
+    """Seconds that a call may take: what the program says, else the URL, else what is usual."""
+    if given is not None and not given > 0:
+        raise InvalidArguments(f"a timeout is a number of seconds above 0, not {given}")
+    return given or address.timeout or TIMEOUT
+
+
 class Bucket:
     """Key-value calls and changes of one bucket. One call at a time goes out; any thread may make it."""
 
@@ -83,7 +90,7 @@ class Bucket:
         patience: float = 0.0,
     ) -> None:
         self.address = address
-        self.timeout = timeout or address.timeout or TIMEOUT
+        self.timeout = timeout_of(timeout, address)
         self.access = Access(address, tls_context(address, tls), address.settings.get("name", name))
         self._commands = Commands(address, random=random.random)
         self._lines = Lines(self.access)
@@ -287,6 +294,7 @@ class Bucket:
 
     def _run(self, call: Call[T], timeout: float = 0.0) -> T:
         """Carry out a call: send its batches, wait its waits, and give up when the time is over."""
+        call = fitting(call)
         deadline = time.monotonic() + (timeout or self.timeout)
         with self._lock:
             try:

@@ -6,12 +6,14 @@ answers, or throws in what went wrong.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from upper.client.link import Answer
 from upper.client.url import Node
+from upper.errors import InvalidArguments, LocalProtocolError
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno
 
 T = TypeVar("T")
@@ -34,6 +36,16 @@ class Wait:
 Effect: TypeAlias = Batch | Wait
 Call: TypeAlias = Generator[Effect, Any, T]
 Answers: TypeAlias = Mapping[Node, list[Answer]]
+
+
+def fitting(call: Call[T]) -> Call[T]:
+    """The call; an argument that no packet has room for is refused with a sentence."""
+    try:
+        return (yield from call)
+    except (struct.error, LocalProtocolError) as error:
+        raise InvalidArguments(
+            f"a key or a number does not fit into a packet ({error}); use a smaller"
+        ) from None
 
 
 class Item(NamedTuple):

@@ -47,6 +47,10 @@ class Checkpoint:
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
+            if not self.path.parent.is_dir():
+                raise BadCheckpoint(
+                    f"checkpoint {self.path} has no directory; make {self.path.parent}, or name another"
+                ) from None
             return None
         except OSError as error:
             raise BadCheckpoint(

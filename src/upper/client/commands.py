@@ -17,7 +17,7 @@ from upper.client.calls import Answers, Batch, Call, Copy, Item, Promoted, Store
 from upper.client.link import Answer, nobody, refusal
 from upper.client.routes import Routes
 from upper.client.url import Address, Node
-from upper.errors import RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
+from upper.errors import InvalidArguments, RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno, Version
 from upper.wire.codes import Opcode, Status
 from upper.wire.packet import MAX_VALUE, REQUEST, pack
@@ -249,7 +249,7 @@ class Commands:
         mask, pack = self.routes.partitions - 1, _STORE.pack
         requests = []
         for index, (key, value) in enumerate(items):
-            name = key.encode() if isinstance(key, str) else bytes(key)
+            name = key.encode() if isinstance(key, str) else as_bytes(key)
             data = value if type(value) is bytes and len(value) <= MAX_VALUE else as_value(value)
             partition = Partition((crc32(name) >> 16) & 0x7FFF & mask)
             size = len(name)
@@ -343,6 +343,7 @@ class Commands:
         if self._routes is None:
             yield from self.patient_learn()
         wanted = list(range(self.routes.partitions) if partitions is None else partitions)
+        self._exist(wanted)
         requests = [
             (Partition(partition), pack(REQUEST, FAILOVER_LOG, vbucket=partition, opaque=index))
             for index, partition in enumerate(wanted)
@@ -358,6 +359,7 @@ class Commands:
             request["to"] = int(to)
         if self._routes is None:
             yield from self.patient_learn()
+        self._exist([partition])
         packet = pack(
             REQUEST,
             Opcode.SET_VBUCKET_STATE,
@@ -375,6 +377,13 @@ class Commands:
         except (ValueError, KeyError, TypeError) as error:
             raise RemoteProtocolError(f"the answer to the promotion makes no sense: {error}") from None
 
+    def _exist(self, partitions: Iterable[int]) -> None:
+        for partition in partitions:
+            if not 0 <= partition < self.routes.partitions:
+                raise InvalidArguments(
+                    f"there is no partition {partition}; they are 0 to {self.routes.partitions - 1}"
+                )
+
 
 def parse_log(value: bytes) -> FailoverLog:
     try:
@@ -384,7 +393,12 @@ def parse_log(value: bytes) -> FailoverLog:
 
 
 def as_bytes(text: Text) -> bytes:
-    return text.encode() if isinstance(text, str) else bytes(text)
+    if isinstance(text, str):
+        return text.encode()
+    if isinstance(text, bytes | bytearray | memoryview):
+        return bytes(text)
+    # Of a number Python would make as many zeros.
+    raise TypeError(f"keys and values are str or bytes, not {type(text).__name__}; convert it first")
 
 
 def as_value(text: Text) -> bytes:

@@ -23,8 +23,9 @@ from upper.client.bucket import Bucket
 from upper.client.link import Answer, refusal
 from upper.client.sockets import Line, open_socket
 from upper.client.url import Node
-from upper.errors import Unreachable
+from upper.errors import InvalidArguments, Unreachable, ValueTooLarge
 from upper.wire.codes import Opcode, Status
+from upper.wire.packet import MAX_VALUE
 
 _SET = struct.Struct(">BBHBBHIIQII")
 _DELETE = struct.Struct(">BBHBBHIIQ")
@@ -42,6 +43,14 @@ class LoadSettings:
     seed: int = 1
     key_prefix: str = "key:"
     expiry: int = 0  # seconds
+
+    def __post_init__(self) -> None:
+        if not self.items and (self.updates or self.deletes):
+            raise InvalidArguments("updates and deletes are of items, and there are none; write at least one")
+        if self.value_size > MAX_VALUE:
+            raise ValueTooLarge(
+                f"values of {self.value_size} bytes are more than the {MAX_VALUE} that a node takes"
+            )
 
 
 class Operation(NamedTuple):

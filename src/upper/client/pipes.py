@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, finals
-from upper.client.sockets import Access
+from upper.client.sockets import Access, no_tls
 from upper.client.url import Node
 from upper.errors import Unreachable
 
@@ -57,6 +57,8 @@ async def open_pipe(access: Access, node: Node, *, tokens: bool = False) -> Pipe
         raise Unreachable(
             f"the certificate of {node} is not trusted ({error.verify_message}); name its authority: ?ca=FILE"
         ) from None
+    except ssl.SSLError as error:
+        raise no_tls(node, error) from None
     except OSError as error:
         why = error.strerror or str(error)
         raise Unreachable(f"{node} cannot be reached ({why}); is a node running there?") from None

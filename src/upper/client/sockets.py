@@ -85,6 +85,9 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
         raise Unreachable(
             f"the certificate of {node} is not trusted ({error.verify_message}); name its authority: ?ca=FILE"
         ) from None
+    except ssl.SSLError as error:
+        connection.close()
+        raise no_tls(node, error) from None
     except TimeoutError:
         connection.close()
         raise TimedOut(f"{node} took the connection and said nothing; is it a node?") from None
@@ -94,6 +97,13 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
     except BaseException:
         connection.close()
         raise
+
+
+def no_tls(node: Node, error: ssl.SSLError) -> Unreachable:
+    why = (error.reason or str(error)).replace("_", " ").lower()
+    return Unreachable(
+        f"{node} cannot be spoken to with TLS ({why}); is it served with a certificate? else leave tls=on out"
+    )
 
 
 def _sign_in(steps: Login, node: Node, connection: socket.socket, deadline: float) -> None:
