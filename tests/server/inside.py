@@ -47,13 +47,14 @@ class Running:
         self.ahead = 0  # nanoseconds by which the bucket's clock is ahead of the wall's
         self.bucket = Bucket.open(path, storage, partitions=4, disk=self.disk, time_ns=self._time_ns)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.node: Node | None = None
         self.port = 0
         self._ready, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
 
     async def _main(self) -> None:
         self._loop = loop = asyncio.get_running_loop()
-        node = Node(self.bucket, self.settings, loop)
+        self.node = node = Node(self.bucket, self.settings, loop)
         await node.start()
         self.port = node.port
         self._ready.set()

@@ -10,6 +10,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,18 +66,20 @@ def plain(peer: Peer, name: str, password: str) -> Response:
     return peer.ask(Opcode.SASL_AUTH, b"PLAIN", b"\0" + name.encode() + b"\0" + password.encode())
 
 
-def scram(peer: Peer, mechanism: str, name: str, password: str) -> Response:
+def scram(
+    peer: Peer, mechanism: str, name: str, password: str, *, opening: str = "n,,", bound: str = "n,,"
+) -> Response:
     """The client's side of SCRAM, written down from RFC 5802."""
     digest = HASHES[mechanism]
     bare = f"n={name},r=clientnonce"
-    first = peer.ask(Opcode.SASL_AUTH, mechanism.encode(), f"n,,{bare}".encode())
+    first = peer.ask(Opcode.SASL_AUTH, mechanism.encode(), f"{opening}{bare}".encode())
     if first.status != Status.AUTHENTICATION_CONTINUES:
         return first
     fields = dict(part.split("=", 1) for part in first.value.decode().split(","))
     salted = hashlib.pbkdf2_hmac(digest, password.encode(), base64.b64decode(fields["s"]), int(fields["i"]))
     client_key = hmac.digest(salted, b"Client Key", digest)
     stored_key = hashlib.new(digest, client_key).digest()
-    without_proof = f"c=biws,r={fields['r']}"
+    without_proof = f"c={base64.b64encode(bound.encode()).decode()},r={fields['r']}"
     said = f"{bare},{first.value.decode()},{without_proof}".encode()
     proof = bytes(a ^ b for a, b in zip(client_key, hmac.digest(stored_key, said, digest), strict=True))
     answer = peer.ask(
@@ -117,6 +120,52 @@ def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mec
         assert login(peer, "nobody", "w-secret") == Status.AUTHENTICATION_FAILED
         assert login(peer, "writer", "w-secret") == 0
         assert peer.set(b"k", b"v").status == 0
+
+
+@pytest.mark.parametrize(
+    ("opening", "bound", "comes_in"),
+    [
+        ("n,,", "n,,", True),
+        ("y,,", "y,,", True),
+        ("n,a=reader,", "n,a=reader,", True),
+        ("y,,", "n,,", False),  # somebody in between changed what the client said it can do
+        ("n,a=boss,", "n,a=boss,", False),
+        ("p=tls-unique,,", "p=tls-unique,,", False),
+    ],
+)
+def test_a_scram_login_is_bound_to_how_it_began(
+    guarded: Node, opening: str, bound: str, comes_in: bool
+) -> None:
+    with Peer(guarded) as peer:
+        password = PASSWORDS["reader"]
+        answer = scram(peer, "SCRAM-SHA-256", "reader", password, opening=opening, bound=bound)
+        assert (answer.status == 0) == comes_in
+
+
+def test_a_login_that_is_lost_is_no_flood(guarded: Node) -> None:
+    with Peer(guarded) as peer:
+        assert plain(peer, "writer", PASSWORDS["writer"]).status == 0
+        assert peer.set(b"large", bytes(100_000)).status == 0
+        assert plain(peer, "writer", "wrong").status == Status.AUTHENTICATION_FAILED
+        assert peer.get(b"large").status == Status.AUTHENTICATION_FAILED
+        assert plain(peer, "writer", PASSWORDS["writer"]).status == 0
+        assert len(peer.get(b"large").value) == 100_000
+
+
+def test_who_is_still_being_checked_is_not_read_from_without_end(tmp_path: Path, users_file: Path) -> None:
+    with Running(tmp_path / "data", ServerSettings(port=0, users=users_file)) as running:
+        assert running.node is not None
+        free = threading.Event()
+        running.node.verifier.submit(free.wait)
+        with running.peer() as peer:
+            peer.send(Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0boss\0b-secret", opaque=1))
+            peer.socket.settimeout(1)
+            with pytest.raises(TimeoutError):
+                peer.socket.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x0A, 0, 0, 0, 0, 0, 2, 0) * 800_000)
+            free.set()
+            peer.socket.settimeout(10)
+            assert peer.wait_for(Response, 1).status == 0
+            assert peer.wait_for(Response, 2).status == 0
 
 
 def test_what_is_sent_behind_a_login_is_answered_behind_it(guarded: Node) -> None:

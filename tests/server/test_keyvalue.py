@@ -124,6 +124,27 @@ def test_touch_and_get_and_touch_change_the_expiration(kv: Peer) -> None:
     assert kv.ask(Opcode.TOUCH, fresh(), extras=struct.pack(">I", 1)).status == Status.KEY_NOT_FOUND
 
 
+def test_a_miss_is_answered_with_the_key_where_a_hit_would_be(kv: Peer) -> None:
+    key = fresh()
+    for opcode, extras in ((Opcode.GETK, b""), (Opcode.GATK, bytes(4))):
+        missed = kv.ask(opcode, key, extras=extras)
+        assert (missed.status, missed.key, missed.value) == (Status.KEY_NOT_FOUND, key, b"")
+
+
+def test_json_is_the_only_data_type_and_only_for_who_agreed_on_it(shared_node: Node) -> None:
+    key = fresh()
+    with Peer(shared_node, None) as plain, Peer(shared_node, None) as knowing:
+        knowing.ask(Opcode.HELLO, b"me", Feature.JSON.to_bytes(2, "big"))
+        for peer in (plain, knowing):
+            packed = peer.ask(Opcode.SET, key, b"?", extras=bytes(8), data_type=0x02)
+            assert packed.status == Status.INVALID_ARGUMENTS, "what it would mean was not agreed on"
+        assert knowing.ask(Opcode.SET, key, b"{}", extras=bytes(8), data_type=0x01).status == 0
+        assert (knowing.get(key).data_type, plain.get(key).data_type) == (1, 0)
+        meta = struct.pack(">IIQQ", 0, 0, 100, 1 << 61)
+        packed = knowing.ask(Opcode.SET_WITH_META, key, b"?", extras=meta, data_type=0x04)
+        assert packed.status == Status.INVALID_ARGUMENTS
+
+
 def test_an_item_whose_time_has_come_is_gone(kv: Peer) -> None:
     key = fresh()
     past = 1_500_000_000
@@ -321,6 +342,20 @@ def test_malformed_requests_are_refused_and_the_connection_goes_on(shared_node: 
 def test_the_bucket_is_selected_by_its_name(kv: Peer) -> None:
     assert kv.ask(Opcode.SELECT_BUCKET, b"default").status == 0
     assert kv.ask(Opcode.SELECT_BUCKET, b"another").status == Status.KEY_NOT_FOUND
+
+
+def test_of_flushes_that_are_to_come_the_last_one_counts(node: Node) -> None:
+    with Peer(node, None) as peer:
+        peer.set(b"k", b"v")
+        assert peer.ask(Opcode.FLUSH, extras=(1).to_bytes(4, "big")).status == 0
+        assert peer.ask(Opcode.FLUSH, extras=(86400).to_bytes(4, "big")).status == 0
+        assert peer.get(b"k").status == 0
+        began = int(peer.stats()["time"])
+        while int(peer.stats()["time"]) < began + 3:
+            assert peer.get(b"k").status == 0
+        assert peer.ask(Opcode.FLUSH, extras=(1).to_bytes(4, "big")).status == 0
+        while peer.get(b"k").status == 0:
+            pass
 
 
 def test_flush_empties_every_partition_and_seqnos_go_on(node: Node) -> None:

@@ -235,7 +235,8 @@ class Scram:
     def __init__(self, mechanism: str, users: Users, *, nonce: str) -> None:
         self._mechanism, self._hash, self._users = mechanism, HASHES[mechanism], users
         self._nonce = nonce
-        self._first: tuple[str, str, str] | None = None  # name, client's first message bare, server's first
+        # Name, the client's header and the rest of its first message, and the server's first message.
+        self._first: tuple[str, str, str, str] | None = None
 
     def step(self, data: bytes) -> Challenge | Welcome:
         try:
@@ -245,20 +246,22 @@ class Scram:
             raise AuthenticationFailed("this is not a SCRAM message of the exchange") from error
 
     def _answer(self, text: str) -> Challenge:
-        binding, _, bare = text.split(",", 2)
+        binding, other, bare = text.split(",", 2)
         if binding not in ("n", "y"):
             raise AuthenticationFailed("channel binding is not offered here")
         fields = _fields(bare)
         name = fields["n"].replace("=2C", ",").replace("=3D", "=")
+        if other not in ("", f"a={fields['n']}"):
+            raise AuthenticationFailed("nobody acts for somebody else here; leave the authorization id out")
         secret = self._users.secret(name, self._mechanism)
         nonce = fields["r"] + self._nonce
         reply = f"r={nonce},s={_text(secret.salt)},i={secret.iterations}"
-        self._first = (name, bare, reply)
+        self._first = (name, f"{binding},{other},", bare, reply)
         return Challenge(reply.encode())
 
     def _verify(self, text: str) -> Welcome:
         assert self._first is not None
-        name, bare, reply = self._first
+        name, opening, bare, reply = self._first
         without_proof, _, proof_text = text.rpartition(",p=")
         fields = _fields(without_proof)
         secret = self._users.secret(name, self._mechanism)
@@ -268,8 +271,9 @@ class Scram:
         client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
         right = hmac.compare_digest(hashlib.new(self._hash, client_key).digest(), secret.stored_key)
         fresh = hmac.compare_digest(fields["r"].encode(), _fields(reply)["r"].encode())
+        bound = _bytes(fields["c"]) == opening.encode()  # nobody in between changed how it began
         user = self._users.find(name)
-        if user is None or not right or not fresh:
+        if user is None or not right or not fresh or not bound:
             raise AuthenticationFailed(WRONG)
         return Welcome(user, f"v={_text(hmac.digest(secret.server_key, said, self._hash))}".encode())
 

@@ -70,6 +70,7 @@ class Connection(asyncio.Protocol):
         self.scram: Scram | None = None
         self.failed_logins = 0
         self.requests = self.bytes_in = self.bytes_out = 0
+        self._trusted = 0  # bytes that came in while somebody was logged in, or before
         self.heard = node.now()
         self.writable = True  # the peer takes what it is sent
         self.desk: Desk | None = None
@@ -208,7 +209,7 @@ class Connection(asyncio.Protocol):
             self._input.needed = HEADER_SIZE
             return None
         head = header(data, at, max_body=self._largest)
-        if not self._known and self.bytes_in > self._largest:
+        if not self._known and self.bytes_in - self._trusted > self._largest:
             raise AuthenticationFailed(
                 f"{self._largest} bytes came without a login; authenticate with SASL first"
             )
@@ -411,6 +412,8 @@ class Connection(asyncio.Protocol):
         self._choose_path()
 
     def logout(self) -> None:
+        if self.user is not None:
+            self._trusted = self.bytes_in
         self.user, self.roles = None, Role.NONE if self.node.users else Role.everything()
         self._choose_path()
 

@@ -89,6 +89,7 @@ class Node:
         self._revision = int(time.time())
         self._servers: list[asyncio.Server] = []
         self._ticker: asyncio.TimerHandle | None = None
+        self._flushing: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Event | None = None
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
@@ -117,8 +118,9 @@ class Node:
         """End streams with a reason, commit everything, let answers leave, close in order."""
         for server in self._servers:
             server.close()
-        if self._ticker is not None:
-            self._ticker.cancel()
+        for timer in (self._ticker, self._flushing):
+            if timer is not None:
+                timer.cancel()
         try:
             if self.bucket.failed is None:
                 self.bucket.commit()
@@ -262,6 +264,19 @@ class Node:
             if store.state is State.ACTIVE and store.items:
                 store.flush()
         self.barrier = self.bucket.ticket
+
+    def flush_later(self, seconds: float) -> None:
+        """The same after a while. The last one asked for counts, as memcached has it."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._flushing = self.loop.call_later(seconds, self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flushing = None
+        try:
+            self.flush()
+        except StorageError as error:
+            log.error("a flush that was due did not happen, %s", error)
 
     def _end_streams(self, store: PartitionStore, keep: Stream | None) -> None:
         for stream, follower in tuple(self.hub.lines[store.id].streams.items()):

@@ -83,7 +83,10 @@ def get_and_touch(call: Call) -> Reply:
     key=True,
 )
 def get_and_touch_key(call: Call) -> Reply:
-    return found(call, touched(call), key=call.key)
+    try:
+        return found(call, touched(call), key=call.key)
+    except KeyNotFound as error:
+        return Reply(error.status, key=call.key)
 
 
 @handles(Opcode.TOUCH, role=Role.WRITE, state=State.ACTIVE, extras=(4,), key=True)

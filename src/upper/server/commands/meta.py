@@ -7,7 +7,7 @@ from struct import Struct
 from upper.errors import InvalidArguments, KeyExists, KeyNotFound
 from upper.model.values import State
 from upper.server.auth import Role
-from upper.server.commands.store import fits, written
+from upper.server.commands.store import fits, kind, written
 from upper.server.table import Call, Quiet, Reply, handles
 from upper.wire.codes import Opcode
 
@@ -72,7 +72,7 @@ def write_with_meta(call: Call) -> Reply:
         new_cas=cas,
         flags=flags,
         expiration=expiration,
-        data_type=0 if deleted else call.data_type,
+        data_type=0 if deleted else kind(call),
         deleted=deleted,
         cas=call.cas,
         force=bool(options & SKIP_CONFLICT_RESOLUTION),

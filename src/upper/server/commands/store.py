@@ -6,13 +6,13 @@ clients do not expect one) and, where HELLO asked for it, the mutation token: br
 
 from __future__ import annotations
 
-from upper.errors import KeyNotFound, NotStored, ValueTooLarge
+from upper.errors import InvalidArguments, NotStored, ValueTooLarge
 from upper.model.values import State
 from upper.server.auth import Role
 from upper.server.commands.keys import deadline
 from upper.server.table import Call, Reply, handles
 from upper.storage import Mode, Written
-from upper.wire.codes import Feature, Opcode
+from upper.wire.codes import DataType, Feature, Opcode
 
 TOKEN_SIZE = 16
 MODES = {
@@ -42,6 +42,13 @@ def fits(call: Call, size: int) -> None:
         raise ValueTooLarge(f"a value has at most {limit} bytes, not {size}")
 
 
+def kind(call: Call) -> int:
+    """The data type of a value. JSON is the only one that can be agreed on here."""
+    if call.data_type & ~DataType.JSON:
+        raise InvalidArguments(f"data type 0x{call.data_type:02x} was not agreed on; send the value as it is")
+    return call.data_type if Feature.JSON in call.connection.features else 0
+
+
 @handles(
     Opcode.SET,
     Opcode.ADD,
@@ -63,7 +70,7 @@ def put(call: Call) -> Reply:
         expiration=deadline(call, expiration),
         cas=call.cas,
         mode=MODES[Opcode(call.opcode)],
-        data_type=call.data_type if Feature.JSON in call.connection.features else 0,
+        data_type=kind(call),
     )
     return written(call, change)
 
@@ -102,11 +109,7 @@ def flush(call: Call) -> Reply:
     """Empty every partition that is active here, now or after so many seconds."""
     delay = int.from_bytes(call.extras, "big")
     if delay:
-        seconds = max(0, deadline(call, delay) - call.bucket.clock.seconds())
-        call.node.loop.call_later(seconds, call.node.flush)
+        call.node.flush_later(max(0, deadline(call, delay) - call.bucket.clock.seconds()))
     else:
         call.node.flush()
     return Reply()
-
-
-__all__ = ["KeyNotFound", "delete", "extend", "fits", "flush", "put", "token", "written"]
