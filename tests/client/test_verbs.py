@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any
 
 import pytest
@@ -137,27 +139,48 @@ def test_stats_and_top_show_numbers(url: str) -> None:
     assert "changes/s" in run("top", url, "--every", "0.05", "--count", "1")
 
 
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
+def looked_at(*words: str, size: tuple[int, int] = (80, 24), stdout: int | None = None) -> str:
+    """What a verb draws on a terminal of this size; its answers may go elsewhere."""
     pty = pytest.importorskip("pty")
-    ends = pty.openpty()
-    yield ends
-    for end in ends:
-        os.close(end)
-
-
-def test_top_draws_a_screen_where_somebody_looks(url: str, terminal: tuple[int, int]) -> None:
-    ours, theirs = terminal
-    done = subprocess.run(
-        [sys.executable, "-m", "upper", "top", url, "--every", "0.05", "--count", "1"],
-        stdout=theirs,
+    ours, theirs = pty.openpty()
+    columns, lines = size
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns), "LINES": str(lines)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "upper", *words],
+        stdout=theirs if stdout is None else stdout,
         stderr=theirs,
-        timeout=60,
-        check=False,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
-    )
-    assert done.returncode == 0
-    assert b"followers" in os.read(ours, 65536)
+        env=env,
+    ) as verb:
+        os.close(theirs)
+        drawn = b""
+        with suppress(OSError):  # how the other end of a terminal hangs up
+            while piece := os.read(ours, 65536):
+                drawn += piece
+        os.close(ours)
+    assert verb.returncode == 0, drawn
+    return drawn.decode()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 10)])
+def test_top_draws_a_screen_where_somebody_looks(url: str, bucket: Bucket, size: tuple[int, int]) -> None:
+    with bucket.changes(name="somebody") as feed:
+        bucket.set("a", "x")
+        next(feed)
+        screen = looked_at("top", url, "--every", "0.05", "--count", "1", size=size)
+    for word in ("requests/s", "MiB", "1 followers", "behind", "somebody", "16 live"):
+        assert word in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
+
+
+def test_what_takes_long_shows_how_far_it_is_and_only_where_somebody_looks(url: str, tmp_path: Path) -> None:
+    assert "250 of 250" in looked_at("load", url, "--items", "200", "--deletes", "25%", stdout=DEVNULL)
+    assert "promoting" in looked_at("promote", url, "-p", "0-3", stdout=DEVNULL)
+    with open(tmp_path / "changes", "wb") as file:
+        drawn = looked_at("tail", url, "--until", "now", stdout=file.fileno())
+    assert "reading" in drawn
+    assert re.search(r"([\d,]+) of \1 ", drawn), "it reaches its end"
+    shown = looked_at("tail", url, "--until", "now")
+    assert "reading" not in shown, "what it shows is how far it is"
+    assert (tmp_path / "changes").read_text().splitlines() == shown.splitlines()
 
 
 def test_mistakes_get_a_sentence_and_a_code(url: str) -> None:

@@ -8,14 +8,19 @@ shows as a `rollback`: what was printed past that seqno is no longer true.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upper.cli.output import ExitCode, Output, text_of
 from upper.cli.reaching import add_url, as_typed, partitions, reach
+from upper.model.values import Seqno
 
 if TYPE_CHECKING:
+    from upper.client.bucket import Bucket
     from upper.client.events import Event
+    from upper.client.feed import Feed
     from upper.client.positions import Positions
 
 EXAMPLES = """
@@ -65,11 +70,37 @@ def run(args: Namespace, out: Output) -> ExitCode:
             on_rollback="continue",
             name="upper tail",
         )
-        with feed:
+        with feed, _progress(args, bucket, feed, out) as moved:
             for event in feed:
+                moved(event)
                 if args.snapshots or not isinstance(event, SnapshotEnd):
                     out.show(fields(event), text=None if out.as_json else line(event))
     return ExitCode.OK
+
+
+@contextmanager
+def _progress(
+    args: Namespace, bucket: Bucket, feed: Feed[Event], out: Output
+) -> Iterator[Callable[[Event], None]]:
+    """A bar for those who send everything into a file and wait; events move it by the history they cover."""
+    if args.until is None:
+        yield lambda event: None
+        return
+    at = {partition: int(position.seqno) for partition, position in feed.positions.items()}
+    total = None
+    if bucket.address.dialect != "tap":  # which has no seqnos
+        highs = bucket.seqnos()
+        total = sum(max(0, highs.get(partition, Seqno(0)) - at[partition]) for partition in at)
+    with out.progress("reading", total, answering=True) as progress:
+
+        def moved(event: Event) -> None:
+            if event.seqno is None:
+                progress.advance()
+            elif (step := event.seqno - at[event.partition]) > 0:
+                at[event.partition] = event.seqno
+                progress.advance(step)
+
+        yield moved
 
 
 def fields(event: Event) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from upper.cli.output import ExitCode, Output
@@ -40,9 +40,10 @@ def run(args: Namespace, out: Output) -> ExitCode:
         from rich.console import Console
         from rich.live import Live
 
-        with Live(console=Console(), screen=True, auto_refresh=False) as live:
+        console = Console()
+        with Live(console=console, screen=True, auto_refresh=False) as live:
             for moment in _moments(bucket, args):
-                live.update(_screen(moment), refresh=True)
+                live.update(_screen(moment, *console.size), refresh=True)
     return ExitCode.OK
 
 
@@ -132,30 +133,42 @@ def _line(moment: Mapping[str, Any]) -> str:
     )
 
 
-def _screen(moment: Mapping[str, Any]) -> Any:
+def _screen(moment: Mapping[str, Any], width: int, height: int) -> Any:
+    """Rates above, those who follow below; what matters less is left out where there is less room."""
+    from rich.box import SIMPLE_HEAD
+    from rich.columns import Columns
     from rich.console import Group
     from rich.table import Table
 
-    rates = Table.grid(padding=(0, 3))
-    rates.add_row(
+    quota = f" of {moment['memory_quota'] / 2**20:,.0f}" if moment["memory_quota"] else ""
+    facts = [
         f"[b]{moment['items']:,}[/b] items",
         f"[b]{moment['requests_per_second']:,.0f}[/b] requests/s",
         f"[b]{moment['changes_per_second']:,.0f}[/b] changes/s",
         f"[b]{moment['commits_per_second']:,.0f}[/b] commits/s",
-    )
-    quota = f" of {moment['memory_quota'] / 2**20:,.0f}" if moment["memory_quota"] else ""
-    rates.add_row(
-        f"[b]{moment['connections']}[/b] connections",
         f"[b]{moment['stream_items_per_second']:,.0f}[/b] streamed/s",
         f"[b]{moment['stream_bytes_per_second'] / 2**20:,.1f}[/b] MiB/s",
         f"[b]{moment['memory'] / 2**20:,.0f}[/b]{quota} MiB",
-    )
-    table = Table("name", "peer", "dialect", "state", title="followers", expand=True)
-    for column in ("items", "MiB", "behind"):
-        table.add_column(column, justify="right")
-    for stream in moment["streams"][:30]:
-        table.add_row(
-            *(stream["name"], stream["peer"], stream["dialect"], stream["state"]),
-            *(f"{stream['items']:,}", f"{stream['bytes'] / 2**20:,.1f}", f"{stream['remaining']:,}"),
+        f"[b]{moment['connections']}[/b] connections",
+        f"[b]{len(moment['streams'])}[/b] followers",
+        f"[b]{moment['lag']:,}[/b] behind",
+    ]
+    columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+        "name": lambda stream: stream["name"] or "-",
+        "behind": lambda stream: f"{stream['remaining']:,}",
+        "state": lambda stream: stream["state"],
+        "items": lambda stream: f"{stream['items']:,}",
+        "MiB": lambda stream: f"{stream['bytes'] / 2**20:,.1f}",
+        "dialect": lambda stream: stream["dialect"],
+        "peer": lambda stream: stream["peer"],
+    }
+    shown = list(columns)[: 3 if width < 60 else 5 if width < 75 else 7]
+    table = Table(box=SIMPLE_HEAD, expand=True, pad_edge=False)
+    for name in shown:
+        table.add_column(
+            name, justify="right" if name in ("behind", "items", "MiB") else "left", no_wrap=True
         )
-    return Group(rates, table)
+    room = max(1, height - 3 - -(-len(facts) * 20 // width))
+    for stream in moment["streams"][:room]:
+        table.add_row(*(columns[name](stream) for name in shown))
+    return Group(Columns(facts, padding=(0, 3)), table)
