@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -270,7 +271,8 @@ def rate(count: int, began: float) -> str:
 
 
 def relative(path: Path) -> str:
-    return os.path.relpath(path)
+    """The path as one would type it here."""
+    return shlex.quote(os.path.relpath(path))
 
 
 def main() -> int:
