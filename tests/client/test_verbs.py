@@ -139,7 +139,9 @@ def test_stats_and_top_show_numbers(url: str) -> None:
     assert "changes/s" in run("top", url, "--every", "0.05", "--count", "1")
 
 
-def looked_at(*words: str, size: tuple[int, int] = (80, 24), stdout: int | None = None) -> str:
+def looked_at(
+    *words: str, size: tuple[int, int] = (80, 24), stdout: int | None = None, stop_at: bytes | None = None
+) -> str:
     """What a verb draws on a terminal of this size; its answers may go elsewhere."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
@@ -156,6 +158,9 @@ def looked_at(*words: str, size: tuple[int, int] = (80, 24), stdout: int | None 
         with suppress(OSError):  # how the other end of a terminal hangs up
             while piece := os.read(ours, 65536):
                 drawn += piece
+                if stop_at is not None and stop_at in drawn:
+                    verb.send_signal(signal.SIGTERM)
+                    stop_at = None
         os.close(ours)
     assert verb.returncode == 0, drawn
     return drawn.decode()
@@ -178,6 +183,8 @@ def test_what_takes_long_shows_how_far_it_is_and_only_where_somebody_looks(url: 
         drawn = looked_at("tail", url, "--until", "now", stdout=file.fileno())
     assert "reading" in drawn
     assert re.search(r"([\d,]+) of \1 ", drawn), "it reaches its end"
+    serving = looked_at("serve", "--data", str(tmp_path / "data"), "--port", "0", stop_at=b"ready")
+    assert serving.index("opening") < serving.index("ready")
     shown = looked_at("tail", url, "--until", "now")
     assert "reading" not in shown, "what it shows is how far it is"
     assert (tmp_path / "changes").read_text().splitlines() == shown.splitlines()

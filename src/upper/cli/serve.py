@@ -7,6 +7,7 @@ order: streams end with a reason, everything is committed. Statistics: `upper st
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
 from pathlib import Path
 
 from upper.cli.output import ExitCode, Output
@@ -64,13 +65,14 @@ def run(args: Namespace, out: Output) -> ExitCode:
         durability=Durability(args.durability),
         memory_quota=None if args.memory is None else size(args.memory),
     )
-    serve(
-        settings,
-        storage,
-        data=args.data,
-        partitions=args.partitions,
-        ready=lambda at: out.show(at, text=str(at)),
-    )
+    with ExitStack() as opening:
+
+        def ready(at: object) -> None:
+            opening.close()
+            out.show(at, text=str(at))
+
+        opening.enter_context(out.progress("opening the bucket"))
+        serve(settings, storage, data=args.data, partitions=args.partitions, ready=ready)
     return ExitCode.OK
 
 
