@@ -7,8 +7,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 # The first interpreter on the path that is new enough; `make PYTHON=...` overrules.
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
-	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+	"$$p" $(NEW_ENOUGH) && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -59,7 +60,7 @@ clean: ## remove what was made here: environment, builds, caches, results
 # Build requirements first: with them in place nothing is fetched twice, and the build uses the pinned versions.
 # Not compiled on installation: Python does that for what is imported, and most of it never is.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
-	@test -n "$(PYTHON)" || { echo "upper needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3"; exit 2; }
+	@"$(PYTHON)" $(NEW_ENOUGH) || { echo "upper needs Python 3.11 or newer; install it, or name one: make PYTHON=/path/to/python3"; exit 2; }
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "$(PYTHON) cannot make a virtual environment; install its venv package (Debian, Ubuntu: apt install python3-venv)"; exit 2; }
 	$(PIP) install --quiet --no-compile --constraint constraints.txt setuptools wheel cython

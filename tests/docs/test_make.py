@@ -89,6 +89,16 @@ def test_make_alone_lists_every_verb(clone: Path) -> None:
     assert set(re.findall(r"^  make (\w+) ", make(at=clone), re.MULTILINE)) == TARGETS
 
 
+@pytest.mark.parametrize("python", ["", "false", "no-such-program"])
+def test_without_a_python_that_is_new_enough_it_says_what_is_needed(clone: Path, python: str) -> None:
+    (clone / ".venv").unlink()
+    command = ["make", "venv", f"PYTHON={python}"]
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.startswith("upper needs Python 3.11 or newer; install it, or name one")
+    assert not (clone / ".venv").exists()
+
+
 def test_make_format_leaves_alone_what_make_check_is_content_with(clone: Path) -> None:
     before = files(clone)
     (clone / "src" / "upper" / "odd.py").write_text("x  =  {  'a':1 }\n")
