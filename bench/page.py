@@ -125,6 +125,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     )
     met = len(expected) - len(short)
     yield f"Of {len(rows)} measurements {len(expected)} have an expectation, and {met} meet it."
+    if unjudged := sum(bool(row["expected"]) for row in rows) - len(expected):
+        yield f"{unjudged} more could not be judged, because what they are held against was absent."
     if steepest is not None:
         yield (
             f'The steepest curve of growth is "{steepest["name"]}", exponent {steepest["value"]:.2f}: '

@@ -42,6 +42,7 @@ SOME = (
 def test_the_page_names_what_falls_short_and_nothing_else() -> None:
     text = pages.page(results(*SOME), [])
     assert "Of 4 measurements 3 have an expectation, and 2 meet it." in text
+    assert "1 more could not be judged" in text
     _, _, rest = text.partition("This one falls short:")
     short = re.findall(r"^- (.*)$", rest, re.MULTILINE)
     assert short == ["node, slow, p50: 7 ms, expected <= 5"]
