@@ -176,6 +176,130 @@ def test_everybody_who_waits_hears_of_the_failure(opened: Open) -> None:
     assert contents(opened()) == before
 
 
+# ── A disk that was full ──────────────────────────────────────────────────────────────────────────
+
+
+class Full(Faulty):
+    """No room: calls fail with ENOSPC until there is. It may keep what it could not sync."""
+
+    def __init__(self, call: str, error: int = errno.ENOSPC) -> None:
+        super().__init__(call, error)
+        self.keeps = False
+
+    def free(self, path: Path) -> int:
+        return 0 if self.armed else super().free(path)
+
+    def truncate(self, fd: int, size: int) -> None:
+        if self.armed and self.keeps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().truncate(fd, size)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    for _ in range(10_000_000):
+        if true():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it never became true")
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["cut", "kept"])
+@pytest.mark.parametrize("segment_size", [1024, 1 << 20], ids=["new-segment", "same-segment"])
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
+def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
+    opened: Open, directory: Path, call: str, segment_size: int, keeps: bool
+) -> None:
+    disk = Full(call)
+    settings = StorageSettings(compact=False, segment_size=segment_size, sweep_every=0.001)
+    bucket = opened(settings, disk=disk)
+    fill(bucket, 10)
+    before = contents(bucket)
+    commits: list[Commit] = []
+    bucket.subscribe(commits.append)
+
+    async def fill_up_and_go_on() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed, disk.keeps = True, keeps
+        bucket.partitions[0].write(b"never", b"v")
+        first = bucket.saved()
+        await asyncio.sleep(0)
+        bucket.partitions[1].write(b"nor this", b"v")
+        for waiting in (first, bucket.saved()):
+            with pytest.raises(NotWritable, match="once there is room"):
+                await waiting
+        assert contents(bucket) == before
+        with pytest.raises(NotWritable):
+            bucket.partitions[0].write(b"refused", b"v")
+        disk.armed = False
+        await until(lambda: bucket.failed is None)
+        assert contents(bucket) == before
+        for store in bucket.partitions:
+            store.write(b"after", b"v")
+        await bucket.saved()
+
+    asyncio.run(fill_up_and_go_on())
+    tickets = [commit.ticket for commit in commits]
+    assert tickets == sorted(set(tickets)), "no batch gets the number of one that failed"
+    assert bucket.table == bucket.partitions
+    after = [{**held, b"after": b"v"} for held in before]
+    assert contents(bucket) == after
+    bucket.abandon()
+    assert list(check(directory)) == []
+    again = opened()
+    assert contents(again) == after
+    assert not again.opening.branched
+
+
+@pytest.mark.parametrize(
+    ("error", "durability"), [(errno.EIO, Durability.DISK), (errno.ENOSPC, Durability.MEMORY)]
+)
+def test_other_failures_do_not_pass_by_themselves(opened: Open, error: int, durability: Durability) -> None:
+    disk = Full("write", error)
+    bucket = opened(StorageSettings(compact=False, sweep_every=0.001, durability=durability), disk=disk)
+
+    async def fail() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = True
+        bucket.partitions[0].write(b"k", b"v")
+        await until(lambda: bucket.failed is not None)
+        disk.armed = False
+        for _ in range(20):
+            await asyncio.sleep(0.001)  # as long as some ticks last
+        assert "a restart" in str(bucket.failed)
+
+    asyncio.run(fail())
+
+
+def test_compaction_goes_on_after_the_disk_was_full(opened: Open, directory: Path) -> None:
+    disk = Full("write")
+    bucket = opened(StorageSettings(disk_floor=4096, segment_size=1024, sweep_every=0.001), disk=disk)
+
+    async def overwrite_before_and_after() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for full in (True, False):
+            runs = bucket.rewriter.runs
+            while bucket.rewriter.runs < runs + 3:
+                for store in bucket.partitions:
+                    store.write(b"k%d" % (store.high % 20), b"v" * 100)
+                await bucket.saved()
+            if full:
+                disk.armed = True
+                bucket.partitions[0].write(b"never", b"v")
+                with pytest.raises(NotWritable):
+                    await bucket.saved()
+                disk.armed = False
+                await until(lambda: bucket.failed is None)
+        bucket.close()
+
+    asyncio.run(overwrite_before_and_after())
+    assert list(check(directory)) == []
+    held = [len(store.items) for store in bucket.partitions]
+    assert [len(store.items) for store in opened().partitions] == held
+
+
+# ── Whatever else fails ───────────────────────────────────────────────────────────────────────────
+
+
 def test_with_memory_durability_memory_stays_the_truth_when_the_disk_fails(opened: Open) -> None:
     disk = Faulty("write", errno.ENOSPC)
     memory = StorageSettings(compact=False, durability=Durability.MEMORY)

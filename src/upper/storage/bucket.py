@@ -6,7 +6,8 @@ subscribers hear of it (`Commit`). Everything that arrives meanwhile makes the n
 
 When a write or an fdatasync fails, nothing of that batch counts: the partitions it touched are read again
 from disk as of the last good batch, whoever waited gets the error, and from then on the bucket only
-reads (`failed` says why). Streams and reads go on.
+reads (`failed` says why). Streams and reads go on. If the disk was merely full, writing goes on by itself
+once there is room again (`recovery`).
 
 With durability=memory a batch counts when it is handed over, and the disk follows. What is then lost by
 an unclean end is admitted when the directory is opened again: every active partition begins a new branch.
@@ -36,6 +37,7 @@ from upper.storage.files import MAX_OFFSET, File, Files, location
 from upper.storage.journal import Journal
 from upper.storage.load import Loader
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
+from upper.storage.recovery import Recovery
 from upper.storage.rewrite import Rewriter
 from upper.storage.settings import MIB, Durability, StorageSettings
 
@@ -120,6 +122,7 @@ class Bucket:
         self._writer: ThreadPoolExecutor | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unweighed = 0
+        self.recovery = Recovery(self)
         self.rewriter = Rewriter(self)
 
     # ── Opening and closing ───────────────────────────────────────────────────────────────────────
@@ -153,7 +156,8 @@ class Bucket:
         """The disk refuses: from here on the bucket serves what it holds, and takes nothing more."""
         if self.failed is None:
             if isinstance(error, OSError):
-                error = opening.not_writable(self.directory, error)
+                hope = self.recovery.hope(error, watched=self._loop is not None)
+                error = opening.not_writable(self.directory, error, hope=hope)
             self.failed = error
             log.error("bucket %s: %s", self.name, self.failed)
         self.pending = []
@@ -293,8 +297,12 @@ class Bucket:
             self._outcomes.append(_Outcome(batch, None, file, offset, len(payload)))
 
     def _wake(self, _: Future[None]) -> None:
+        self.in_loop(self._collect)
+
+    def in_loop(self, step: Callable[..., None], *facts: object) -> None:
+        """Go on in the loop's thread, unless it has ended."""
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._collect)
+            self._loop.call_soon_threadsafe(step, *facts)
 
     def _collect(self) -> None:
         """In the loop's thread: what the writer has done."""
@@ -366,11 +374,24 @@ class Bucket:
         self.ticket += bool(rest)
         self._resolve()
 
+    def go_on(self) -> None:
+        """The journal takes batches again, and the numbers of those that failed are used up."""
+        if self.closed:
+            return
+        self.done = self.acknowledged = self.ticket - 1
+        if unreadable := [store for store in self.partitions if store.unreadable]:
+            self._read_again(unreadable)
+        self.failed = None
+        for store in self.partitions:
+            self.served(store)
+        log.warning("bucket %s: there is room again, and writes are taken", self.name)
+
     def _read_again(self, stores: list[PartitionStore]) -> None:
         """Make memory what the disk says as of the last good batch."""
         try:
             for store, again in zip(stores, self.rebuilt(stores), strict=True):
                 store.become(again)
+                store.unreadable = False
         except (StorageError, OSError) as error:
             log.error("bucket %s: %d partitions cannot be read again: %s", self.name, len(stores), error)
             for store in stores:
@@ -441,6 +462,8 @@ class Bucket:
     def _tick(self) -> None:
         if self.closed or self._loop is None:
             return
+        if self._writer is not None:
+            self.recovery.tick(self._writer)
         swept = self.sweep()
         self.weigh()
         self.rewriter.tick()

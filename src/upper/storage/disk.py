@@ -42,6 +42,11 @@ class Disk:
         finally:
             os.close(fd)
 
+    def free(self, path: Path) -> int:
+        """Bytes that may still be written there."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
     def close(self, fd: int) -> None:
         os.close(fd)
 

@@ -7,8 +7,9 @@ one: a journal that ends with such a frame has lost its last segment. Segments a
 first, when no partition needs anything in them any more.
 
 A batch is on disk when `append` returns. When it raises, nobody may take the batch for written: not even
-after a later fdatasync that works, since the system may have dropped the pages. The journal then takes
-nothing more. Whoever calls `append` is the only one who does: no lock is needed.
+after a later fdatasync that works, since the system may have dropped the pages. That segment then takes
+nothing more, and the journal nothing before `resume`. Whoever calls `append` is the only one who does: no
+lock is needed.
 """
 
 from __future__ import annotations
@@ -81,6 +82,20 @@ class Journal:
             self.files.disk.truncate(self._fd, self.segments[-1].file.size)
         except OSError:
             pass  # what is left is a torn tail; opening cuts it off
+
+    @property
+    def good(self) -> int:
+        """Number of the last batch that is on disk."""
+        return self.segments[-1].last
+
+    def resume(self) -> None:
+        """After a failure that has passed: cut off what it left, and go on in a new segment."""
+        disk, last = self.files.disk, self.segments[-1].file
+        if self._fd < 0:
+            self._fd = disk.open(last.path, os.O_WRONLY | os.O_APPEND)
+        disk.truncate(self._fd, last.size)
+        disk.fdatasync(self._fd)  # of the cut, not of the batch: that one is gone
+        self._open_next(self.good + 1)
 
     def forget(self, before: int) -> int:
         """Delete the segments whose batches are all older than this one; never the one being written."""

@@ -102,11 +102,9 @@ def _create(directory: Path, disk: Disk, name: str, partitions: int) -> Identity
     return identity
 
 
-def not_writable(directory: Path, error: OSError) -> NotWritable:
-    return NotWritable(
-        f"{directory} cannot be written ({error.strerror or error}); reads go on, and writes need "
-        "a disk that works and a restart"
-    )
+def not_writable(directory: Path, error: OSError, *, hope: bool) -> NotWritable:
+    then = "writes will once there is room" if hope else "writes need a disk that works and a restart"
+    return NotWritable(f"{directory} cannot be written ({error.strerror or error}); reads go on, and {then}")
 
 
 def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:

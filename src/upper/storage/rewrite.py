@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -135,11 +135,20 @@ class Rewriter:
 
     def tick(self) -> None:
         """Once in a while, whether or not anything was written."""
-        if self._loop is None or self._packs or self._chosen or not self._bucket.settings.compact:
+        if not self._idle:
             return
         self._consider()
         if not self._chosen and not self._packs:
             self.choose(self._old_deletions())
+
+    @property
+    def _idle(self) -> bool:
+        """May anything be begun? Not while a rewriting is under way, or the journal takes nothing."""
+        bucket = self._bucket
+        able = (
+            self._loop is not None and not self._closed and bucket.settings.compact and bucket.failed is None
+        )
+        return able and not self._packs and not self._chosen
 
     def after_batch(self, batch: int) -> None:
         """Memory is what it is after this batch: partitions that were chosen are taken down now."""
@@ -148,7 +157,7 @@ class Rewriter:
 
     def _consider(self) -> None:
         bucket = self._bucket
-        if self._loop is None or self._packs or self._chosen or self._closed or not bucket.settings.compact:
+        if not self._idle:
             return
         if not self._measure() or time.monotonic() < self._retry_at:
             return
@@ -249,7 +258,7 @@ class Rewriter:
             self._write(packs)
         except (OSError, StorageError) as caught:
             error = caught
-        self._then(self._finish, packs, error)
+        self._bucket.in_loop(self._finish, packs, error)
 
     def _write(self, packs: list[compact.Pack]) -> None:
         for pack in packs:
@@ -345,7 +354,7 @@ class Rewriter:
         floor = self._forgettable()
         if floor is not None and self._worker is not None and not self._closed:
             self._worker.submit(self._write_floor, floor).add_done_callback(
-                lambda done: self._then(self._forgotten, floor, done.exception())
+                lambda done: self._bucket.in_loop(self._forgotten, floor, done.exception())
             )
 
     def _write_floor(self, floor: marks.Floor) -> None:
@@ -367,11 +376,6 @@ class Rewriter:
             self._bucket.files.delete_doomed()
         elif self._bucket.files.doomed and not self._closed:
             self._worker.submit(self._bucket.files.delete_doomed)
-
-    def _then(self, step: Callable[..., None], *facts: object) -> None:
-        """Go on in the loop's thread, unless it has ended."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(step, *facts)
 
     def compact_now(self, stores: list[PartitionStore]) -> None:
         """The same without a loop in between: for tools, tests and repairs."""
