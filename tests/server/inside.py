@@ -21,19 +21,19 @@ class Held(Disk):
     """A disk whose syncs wait while it is held."""
 
     def __init__(self) -> None:
-        self.free = threading.Event()
-        self.free.set()
+        self.released = threading.Event()
+        self.released.set()
         self.waiting = threading.Event()
 
     def fdatasync(self, fd: int) -> None:
-        if not self.free.is_set():
+        if not self.released.is_set():
             self.waiting.set()
-            assert self.free.wait(30)
+            assert self.released.wait(30)
         super().fdatasync(fd)
 
     def hold(self) -> None:
         self.waiting.clear()
-        self.free.clear()
+        self.released.clear()
 
 
 class Running:
@@ -67,7 +67,7 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.disk.free.set()
+        self.disk.released.set()
         self._stop.set()
         self._thread.join()
 

@@ -65,7 +65,7 @@ def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(runn
         assert silent(writer) == []
         assert silent(reader) == [], "answers keep their order, so what came behind waits too"
         assert other.get(b"old").value == b"v", "who asks for what is safe is answered at once"
-        running.disk.free.set()
+        running.disk.released.set()
         assert writer.wait_for(Response, 1).status == 0
         assert reader.wait_for(Response, 2).value == b"v"
         assert reader.wait_for(Response, 3).value == b"v"
@@ -80,7 +80,7 @@ def test_a_noop_speaks_for_the_quiet_writes_before_it(running: Running) -> None:
         ask(other, Opcode.NOOP, opaque=3)
         assert other.wait_for(Response, 3).status == 0
         assert silent(writer) == []
-        running.disk.free.set()
+        running.disk.released.set()
         assert writer.wait_for(Response, 2).status == 0
 
 
@@ -94,7 +94,7 @@ def test_commands_that_the_kernel_leaves_to_the_table_wait_too(running: Running)
         reader.send(Request(opcode=Opcode.GET_META, key=b"n", opaque=3))
         assert silent(writer) == []
         assert silent(reader) == []
-        running.disk.free.set()
+        running.disk.released.set()
         assert writer.wait_for(Response, 1).status == 0
         assert reader.wait_for(Response, 2).value == b"0"
         assert reader.wait_for(Response, 3).status == 0
@@ -110,7 +110,7 @@ def test_a_deletion_and_a_flush_are_hidden_no_sooner_than_they_are_safe(running:
             assert running.disk.waiting.wait(10)
             ask(reader, Opcode.GET, key or b"b", opaque=2)
             assert silent(reader) == []
-            running.disk.free.set()
+            running.disk.released.set()
             assert reader.wait_for(Response, 2).status == Status.KEY_NOT_FOUND
             assert writer.wait_for(Response, 1).status == 0
 
@@ -130,7 +130,7 @@ def test_streams_carry_nothing_that_is_not_on_disk(running: Running) -> None:
         assert silent(live) == []
         late.send(SeqnosRequest(opaque=7))
         assert dict(late.wait_for(SeqnosAnswer).seqnos)[0] == 1  # type: ignore[index]
-        running.disk.free.set()
+        running.disk.released.set()
         assert [change.key for change in late.changes(2)] == [b"first", b"second"]
         assert [change.key for change in live.changes(1)] == [b"second"]
 
@@ -146,7 +146,7 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
         ask(writer, Opcode.SET, b"b", opaque=2, value=b"3")  # in the batch behind the one that is held
         ask(writer, Opcode.FLUSH, opaque=3)
         ask(writer, Opcode.SET, b"c", opaque=4, value=b"4")
-        running.disk.free.set()
+        running.disk.released.set()
         writer.wait_for(Response, 4)
         seen = late.until(lambda message: isinstance(message, Mutation) and message.key == b"c")
         told = [(m.key, m.seqno) if isinstance(m, Mutation) else type(m) for m in seen]
@@ -183,7 +183,7 @@ def test_a_client_that_has_said_everything_still_hears_the_answer(running: Runni
         ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")
         peer.socket.shutdown(socket.SHUT_WR)
         assert running.disk.waiting.wait(10)
-        running.disk.free.set()
+        running.disk.released.set()
         assert [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)] == [(1, 0)]
 
 
@@ -195,5 +195,5 @@ def test_a_client_that_goes_away_with_answers_held_leaves_nothing_behind(running
         assert running.disk.waiting.wait(10)
         gone.socket.shutdown(socket.SHUT_RDWR)
         gone.close()
-        running.disk.free.set()
+        running.disk.released.set()
         assert other.get(b"k").value == b"v"

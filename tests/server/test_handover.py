@@ -114,7 +114,7 @@ def test_a_tap_takeover_that_breaks_off_leaves_the_partition_active_here(running
             assert other.ask(Opcode.GET_VBUCKET_STATE).value == DEAD
         while other.ask(Opcode.GET_VBUCKET_STATE).value != ACTIVE:
             pass
-        running.disk.free.set()
+        running.disk.released.set()
         assert other.set(b"k", b"again").status == 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import Node
+from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper import kernel
 from upper.model.messages import Request, Response, SnapshotEnd
@@ -180,6 +181,27 @@ def test_a_peer_that_asks_and_never_reads_its_answers_is_not_read_from(node: Nod
         with Peer(node, None) as other:
             assert other.get(b"large").status == 0
         assert node.memory() - before < 100 * MIB
+
+
+def test_a_peer_that_asks_for_much_at_once_lets_others_have_their_turn(tmp_path: Path) -> None:
+    """Random keys are slow to find among deletions, and small to ask for: the worst that a read can hold."""
+    with Running(tmp_path / "data") as running, running.peer() as greedy, running.peer() as other:
+        for number in range(1500):
+            greedy.session.send(Request(opcode=Opcode.SETQ, key=b"k%d" % number, extras=bytes(8)))
+            greedy.session.send(Request(opcode=Opcode.DELETEQ, key=b"k%d" % number))
+        greedy.socket.sendall(greedy.session.take_output())
+        assert greedy.set(b"one", b"v").status == 0
+        assert running.node is not None
+        connection = min(running.node.connections.values(), key=lambda one: one.number)
+        before, asked = connection.requests, 2000
+        for number in range(asked):
+            greedy.session.send(Request(opcode=Opcode.GET_RANDOM_KEY, opaque=number))
+        greedy.socket.sendall(greedy.session.take_output())
+        while connection.requests == before:
+            pass  # until it is being answered
+        assert other.ask(Opcode.NOOP).status == 0
+        assert connection.requests < before + asked, "the other was served in between"
+        greedy.wait_for(Response, asked - 1)
 
 
 def test_a_packet_in_pieces_is_one_packet(node: Node) -> None:

@@ -32,6 +32,7 @@ from upper.server.answers import failures, packed, refusal
 from upper.server.auth import Role, Scram, User
 from upper.server.desk import Desk, is_stream_packet
 from upper.server.listen import without_delay
+from upper.server.outlet import Outlet
 from upper.server.settings import is_loopback
 from upper.server.table import TABLE, Call, Quiet, Reply, Row
 from upper.server.waiting import Answers, Input
@@ -44,18 +45,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TURN = 256  # stream requests after which their answers leave, to see whether the peer reads them
+TURN = 0.02  # seconds that the requests of one read may take before others have their turn
+PAUSE = 256  # stream requests after which their answers leave, to see whether the peer reads them
 ROOM = 4 << 20  # bytes of answers after which a run is interrupted to see whether the peer reads them
-LINGER = 1.0  # seconds that a peer gets to read why it is being closed
-LINGER_BYTES = 1 << 20  # bytes that it may still send meanwhile
 
 _numbers = count(1)
 
 
-class Connection(asyncio.Protocol):
+class Connection(Outlet):
     """The server's end of one TCP connection."""
 
     def __init__(self, node: Node) -> None:
+        super().__init__(node.loop)
         self.node: Node = node
         self.number = next(_numbers)
         self.peer: str = "?"
@@ -69,12 +70,10 @@ class Connection(asyncio.Protocol):
         self.features: frozenset[int] = frozenset()
         self.scram: Scram | None = None
         self.failed_logins = 0
-        self.requests = self.bytes_in = self.bytes_out = 0
+        self.requests = self.bytes_in = 0
         self._trusted = 0  # bytes that came in while somebody was logged in, or before
         self.heard = node.now()
-        self.writable = True  # the peer takes what it is sent
         self.desk: Desk | None = None
-        self._transport: asyncio.Transport | None = None
         self._hello = False
         self._fast = False
         self._input = Input()
@@ -82,27 +81,25 @@ class Connection(asyncio.Protocol):
         self._due = 0  # the batch that the last write of this peer is in
         self._busy: asyncio.Future[Reply] | None = None
         self._reading = True
-        self._ending = self._leaving = False
-        self._thrown_away = 0
+        self._leaving = False
+        self._interrupted = False  # it had its turn, and has more to say
         self._choose_path()
 
     # ── What the transport tells ──────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        self.attach(transport, buffer=self.node.settings.streams.buffer)
         address = transport.get_extra_info("peername")
         if address:
             self.peer, self.host = f"{address[0]}:{address[1]}", address[0]
         self.private = transport.get_extra_info("sslcontext") is not None or is_loopback(self.host)
         without_delay(transport)
-        self._transport.set_write_buffer_limits(high=self.node.settings.streams.buffer)
         refusal = self.node.admit(self)
         if refusal is not None:
             self.end(packed(Reply(Status.BUSY, value=refusal.encode()), opcode=Opcode.NOOP, opaque=0))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        self._ending = True
+        self.detach()
         self._held.clear()
         self._input.clear()
         if self._busy is not None:
@@ -113,7 +110,9 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The peer says no more. What it still has coming is sent; then the connection closes."""
-        if (self._held or self._busy is not None) and self._transport and self._transport.can_write_eof():
+        if self.desk is not None:
+            self.desk.flush()
+        if (self._held or self._busy is not None) and self.may_half_close:
             self._leaving = True
         return self._leaving
 
@@ -131,9 +130,7 @@ class Connection(asyncio.Protocol):
         self.heard = self.node.clock_now
         self.bytes_in += len(data)
         if self._ending:
-            self._thrown_away += len(data)
-            if self._thrown_away > LINGER_BYTES:
-                self.abort()
+            self.throw_away(data)
             return
         kept = self._input
         if kept.parts or self._busy is not None or not self._reading:
@@ -152,10 +149,15 @@ class Connection(asyncio.Protocol):
         at, size, waits, asked = 0, len(data), False, 0
         out = bytearray()
         bucket.clock.move()
+        now = time.perf_counter()
+        until, self._interrupted = now + TURN, False
         try:
             while at < size:
+                if now > until:
+                    self._interrupt()
+                    break
                 if self._fast:
-                    start, began = at, time.perf_counter()
+                    start = at
                     at, waiting = kernel.run(
                         data,
                         at,
@@ -167,7 +169,8 @@ class Connection(asyncio.Protocol):
                         delete_cas=self._hello,
                     )
                     if at > start:
-                        node.timings.run.add(time.perf_counter() - began)
+                        began, now = now, time.perf_counter()
+                        node.timings.run.add(now - began)
                         waits |= waiting or node.barrier > node.committed
                     if at == size:
                         break
@@ -183,14 +186,20 @@ class Connection(asyncio.Protocol):
                     # Streams have an order of their own; what was asked before them is answered before them.
                     self._answer(out, waits)
                     out, waits = bytearray(), False
+                    self._stream_packet(head, data[at : at + head.size])
                     asked += 1
-                    self._stream_packet(head, data[at : at + head.size], pause=asked % TURN == 0)
                 else:
                     waits |= self._command(head, data, at, out)
                 at += head.size
-                if self._ending or self._leaving or self._busy is not None or not self._reading:
+                now = time.perf_counter()
+                if self._ending or self._leaving or self._busy is not None:
                     self._input.needed = 0  # whatever is left is looked at when this is done
                     break
+                if asked == PAUSE and self.desk is not None:
+                    asked = 0
+                    self.desk.flush()
+                    if not self._may_go_on():
+                        break
         except UpperError as error:
             self._answer(out, waits)
             self._broken(data, at, error)
@@ -199,6 +208,13 @@ class Connection(asyncio.Protocol):
             self._input.put_back(data, at)
         self._answer(out, waits)
         self._leave_if_answered()
+
+    def _interrupt(self) -> None:
+        """This peer has had its turn; it goes on when the others have had theirs."""
+        self._interrupted = True
+        self._input.needed = 0
+        self._pause()
+        self.node.loop.call_soon(self._go_on)
 
     def _whole(self, data: bytes, at: int) -> Header | None:
         """The header of the packet at `at`, if all of it is there; else remember how much is needed."""
@@ -301,15 +317,11 @@ class Connection(asyncio.Protocol):
                 return
         out += packed(reply, opcode=head.opcode, opaque=head.opaque)
 
-    def _stream_packet(self, head: Header, packet: bytes, *, pause: bool) -> None:
-        """To the desk. With `pause` its answers leave first, to see whether the peer reads them."""
+    def _stream_packet(self, head: Header, packet: bytes) -> None:
         self.requests += 1
         if self.desk is None:
             self.desk = Desk(self)
         self.desk.receive(head, packet)
-        if pause:
-            self.desk.flush()
-            self._may_go_on()
 
     # ── Answers ───────────────────────────────────────────────────────────────────────────────────
 
@@ -349,30 +361,6 @@ class Connection(asyncio.Protocol):
             self._go_on()
         return bool(self._held)
 
-    def send(self, data: bytes | bytearray) -> None:
-        """To the peer, now."""
-        if self._transport is not None and not self._ending:
-            self.bytes_out += len(data)
-            self._transport.write(data)
-
-    def end(self, last: bytes = b"") -> None:
-        """Say a last word and close. Input is taken and thrown away meanwhile, so that the word arrives."""
-        if self._transport is None or self._ending:
-            return
-        self.send(last)
-        self._ending = True
-        self._input.clear()
-        self._transport.resume_reading()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-            self.node.loop.call_later(LINGER, self.abort)
-        else:
-            self._transport.close()
-
-    def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
     def close_when_answered(self) -> None:
         """Close once the answer to the present request has left."""
         self._leaving = True
@@ -381,17 +369,10 @@ class Connection(asyncio.Protocol):
         if self._leaving and not self._held and self._busy is None:
             self.close()
 
-    def close(self) -> None:
-        """Close once everything written has left."""
-        self._ending = True
-        if self._transport is not None:
-            self._transport.close()
-
     @property
     def backlog(self) -> int:
         """Bytes that wait in this process for the peer or for the disk."""
-        waiting = 0 if self._transport is None else self._transport.get_write_buffer_size()
-        return waiting + self._held.size
+        return self.unsent + self._held.size
 
     def _broken(self, data: bytes, at: int, error: UpperError) -> None:
         """The framing cannot be trusted any more: answer where that is possible, then close."""
@@ -476,7 +457,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def _may_read(self) -> bool:
-        return not self._clogged and not self._ending and self._transport is not None
+        return not self._clogged and not self._interrupted and not self._ending
 
     def _pause(self) -> None:
         if self._reading and self._transport is not None and not self._ending:
@@ -491,6 +472,6 @@ class Connection(asyncio.Protocol):
             return
         if self._input.parts and self._input.size >= self._input.needed:
             self._work(self._input.take())
-        if not self._reading and self._may_read:
+        if not self._reading and self._may_read and self._transport is not None:
             self._reading = True
             self._transport.resume_reading()

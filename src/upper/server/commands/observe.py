@@ -14,12 +14,15 @@ _PAIR = Struct(">HH")
 _SEQNO = Struct(">BHQQQ")  # format, partition, branch, persisted, current
 _FAILOVER = Struct(">QQ")  # the branch that was asked for, and the last seqno that it shares
 _ENTRY = Struct(">HQ")
+MAX_LIST = 64 << 10  # bytes; nobody waits long for one answer
 NOT_PERSISTED, PERSISTED, NOT_FOUND, DELETED = 0x00, 0x01, 0x80, 0x81
 
 
 @handles(Opcode.OBSERVE, role=Role.READ, value=True)
 def observe(call: Call) -> Reply:
     """For each key: is it there, and is it on disk?"""
+    if len(call.value) > MAX_LIST:
+        raise InvalidArguments(f"a list of keys has at most {MAX_LIST} bytes; ask for fewer at a time")
     answer, at = bytearray(), 0
     while at < len(call.value):
         if at + _PAIR.size > len(call.value):

@@ -16,6 +16,8 @@ from upper.wire.codes import Feature, Opcode, Status
 
 log = logging.getLogger(__name__)
 
+MAX_FEATURES = 1024  # bytes
+
 # What HELLO may settle here. Data types beyond raw bytes are not among it: values are kept as they come.
 FEATURES = frozenset(
     {
@@ -53,8 +55,8 @@ def leave(call: Call) -> Reply:
 @handles(Opcode.HELLO, key=None, value=None, anybody=True)
 def hello(call: Call) -> Reply:
     """The client says what it knows; the answer is what both know."""
-    if len(call.value) % 2:
-        raise InvalidArguments("the features of HELLO are two bytes each")
+    if len(call.value) % 2 or len(call.value) > MAX_FEATURES:
+        raise InvalidArguments(f"the features of HELLO are two bytes each, {MAX_FEATURES} in all at most")
     asked = [int.from_bytes(call.value[at : at + 2], "big") for at in range(0, len(call.value), 2)]
     agreed = list(dict.fromkeys(feature for feature in asked if feature in FEATURES))
     call.connection.agree(call.key.decode(errors="replace"), frozenset(agreed))
