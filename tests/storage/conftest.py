@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,18 +29,23 @@ class Wall:
 Open = Callable[..., Bucket]
 
 
+def twin(name: str) -> ModuleType:
+    """One of the two kernels."""
+    return import_module("upper.kernel.plain" if name == "plain" else "upper.kernel._compiled")
+
+
 @pytest.fixture(params=["plain", "compiled"])
 def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The test runs once with each twin."""
     name: str = request.param
     try:
-        twin = import_module("upper.kernel.plain" if name == "plain" else "upper.kernel._compiled")
+        chosen = twin(name)
     except ImportError:
         pytest.skip("the kernel was not compiled here")
-    if name == "compiled" and kernel.Table is not twin.Table:
+    if name == "compiled" and kernel.Table is not chosen.Table:
         pytest.skip("partitions are made by the plain kernel here")
     for function in FUNCTIONS:
-        monkeypatch.setattr(kernel, function, getattr(twin, function))
+        monkeypatch.setattr(kernel, function, getattr(chosen, function))
     return name
 
 

@@ -1,7 +1,8 @@
 """Killed at any moment: nothing acknowledged is missing, nothing is half there, order holds.
 
 A child process writes what follows from seqnos alone, so the parent can compute what a partition must hold
-from its high seqno. The child says over a pipe how far it may be relied on; then SIGKILL comes.
+from its high seqno. The child says over a pipe how far it may be relied on; then SIGKILL comes. Every second
+child runs on the plain kernel, so that each has to take over what the other left.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage.conftest import FUNCTIONS, twin
+from upper import kernel
 from upper.model.values import Seqno
 from upper.storage import Bucket, Durability, PartitionStore, StorageSettings
 from upper.storage.check import check
@@ -90,8 +93,13 @@ def child(directory: Path, settings: StorageSettings, work: object, say: Say, se
     asyncio.run(work(bucket, say, random.Random(seed)))  # type: ignore[operator]
 
 
+def use_plain_kernel() -> None:
+    for function in FUNCTIONS:
+        setattr(kernel, function, getattr(twin("plain"), function))
+
+
 def killed_after(
-    seconds: float, directory: Path, settings: StorageSettings, work: object
+    seconds: float, directory: Path, settings: StorageSettings, work: object, *, plain: bool
 ) -> list[tuple[int, int, int]]:
     """Run the child for so long, kill it, and return what it said."""
     reader, writer = os.pipe()
@@ -99,6 +107,8 @@ def killed_after(
     if pid == 0:
         try:
             os.close(reader)
+            if plain:
+                use_plain_kernel()
             child(directory, settings, work, lambda *line: _say(writer, line), random.randrange(1 << 30))
         finally:
             os._exit(1)
@@ -158,8 +168,9 @@ def test_nothing_acknowledged_is_lost_by_a_kill(
     Bucket.open(directory, ROUGH, partitions=PARTITIONS).close()
     chance = random.Random(5)
     heard = 0
-    for _ in range(rounds):
-        said = killed_after(chance.uniform(0.002, longest), directory, ROUGH, work)
+    for turn in range(rounds):
+        seconds = chance.uniform(0.002, longest)
+        said = killed_after(seconds, directory, ROUGH, work, plain=bool(turn % 2))
         heard += len(said)
         known.learn(said)
         verify(directory, known)
@@ -173,8 +184,8 @@ def test_memory_durability_branches_after_a_kill_and_keeps_a_prefix(tmp_path: Pa
     settings = StorageSettings(durability=Durability.MEMORY, segment_size=4096, disk_floor=4096)
     Bucket.open(directory, settings, partitions=PARTITIONS).close()
     branched = 0
-    for _ in range(10):
-        killed_after(random.uniform(0.05, 0.2), directory, settings, write_for_ever)
+    for turn in range(10):
+        killed_after(random.uniform(0.05, 0.2), directory, settings, write_for_ever, plain=bool(turn % 2))
         assert list(check(directory)) == []
         with Bucket.open(directory, settings) as bucket:
             # A child that was killed before it opened the bucket has left it clean.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,15 @@ from tests.conftest import Run
 from tests.storage.conftest import Open
 from tests.storage.test_faults import flip
 from upper.cli.output import ExitCode
+from upper.storage.check import check, repair, weight
+
+
+@pytest.fixture(params=["plain", "compiled"])
+def upper(request: pytest.FixtureRequest, upper: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The verbs as programs of their own, on either kernel."""
+    if request.param == "plain":
+        monkeypatch.setenv("UPPER_KERNEL", "plain")
+    return upper
 
 
 @pytest.fixture
@@ -61,7 +73,9 @@ def test_dump_prints_items_and_on_demand_deletions(filled: Path, upper: Run) -> 
     assert lines[0]["flags"] == 5
     everything = upper("dump", str(filled), "--partition", "1", "--deleted", "--keys", "--json").stdout
     assert [json.loads(line)["deleted"] for line in everything.splitlines()] == [False, True]
-    assert upper("dump", str(filled), "--partition", "9").returncode == ExitCode.REFUSED
+    refused = upper("dump", str(filled), "--partition", "9")
+    assert refused.returncode
+    assert "there is no partition 9; they are 0 to 3" in refused.stderr
 
 
 def test_dump_shows_what_is_left_of_a_damaged_directory(filled: Path, upper: Run) -> None:
@@ -70,3 +84,35 @@ def test_dump_shows_what_is_left_of_a_damaged_directory(filled: Path, upper: Run
     done = upper("dump", str(filled))
     assert done.returncode == ExitCode.CORRUPT
     assert "00000001.log" in done.stderr
+
+
+# ── Progress ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_whoever_looks_hears_of_every_byte(opened: Open, directory: Path) -> None:
+    bucket = opened()
+    for n in range(200):
+        bucket.partitions[n % 4].write(b"k%d" % n, b"v" * 500)
+    bucket.compact(bucket.partitions[:2])
+    bucket.partitions[0].write(b"k", b"v")
+    bucket.close()
+    told: list[int] = []
+    assert list(check(directory, told.append)) == []
+    assert sum(told) == pytest.approx(2 * weight(directory), rel=0.01)
+    assert len(told) > len(bucket.partitions)
+    told.clear()
+    assert list(repair(directory, told.append)) == []
+    assert sum(told) == pytest.approx(weight(directory), rel=0.01)
+
+
+@pytest.mark.parametrize("verb", ["check", "dump"])
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(filled: Path, verb: str) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "upper", verb, str(filled)]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=environ, timeout=60, check=True)
+    os.close(theirs)
+    drawn = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert (b"checking" if verb == "check" else b"reading") in drawn
+    assert b"\x1b" not in done.stdout

@@ -13,9 +13,9 @@ from pathlib import Path
 from upper.cli.output import ExitCode, Output
 
 EXAMPLES = """
-upper check data/default
-upper check data/default --repair
-upper check data/default --json
+upper check data
+upper check data --repair
+upper check data --json
 """
 
 
@@ -25,15 +25,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.storage.check import check, repair
+    from upper.storage.check import check, repair, weight
 
     if args.repair:
-        findings = list(repair(args.directory))
+        with out.progress("repairing", weight(args.directory)) as bar:
+            findings = list(repair(args.directory, bar.advance))
         out.show(findings, empty="sound; nothing was changed")
         if findings:
             out.note(f"repaired; `upper check {args.directory}` should find nothing now")
         return ExitCode.OK
-    findings = list(check(args.directory))
+    with out.progress("checking", 2 * weight(args.directory)) as bar:
+        findings = list(check(args.directory, bar.advance))
     out.show(findings, empty="sound")
     if findings:
         out.note("stop whatever writes there, keep a copy, then run with --repair")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from upper.storage.bucket import Bucket
 
 EXAMPLES = """
-upper dump data/default
-upper dump data/default --partition 7 --deleted
-upper dump data/default --json | jq -r .key
+upper dump data
+upper dump data --partition 7 --deleted
+upper dump data --json | jq -r .key
 """
 
 
@@ -32,9 +33,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, out: Output) -> ExitCode:
     from upper.errors import InvalidArguments
-    from upper.storage.check import surveyed
+    from upper.storage.check import surveyed, weight
 
-    with surveyed(args.directory) as survey:
+    with ExitStack() as stack:
+        with out.progress("reading", weight(args.directory)) as bar:
+            survey = stack.enter_context(surveyed(args.directory, bar.advance))
         count = len(survey.bucket.partitions)
         if args.partition is not None and not 0 <= args.partition < count:
             raise InvalidArguments(f"there is no partition {args.partition}; they are 0 to {count - 1}")

@@ -23,7 +23,7 @@ from upper.model.values import ZERO, FailoverLog, State, Version
 from upper.storage import load, marks, records
 from upper.storage.bucket import Bucket
 from upper.storage.disk import Disk
-from upper.storage.load import Finding, Loader, Tail
+from upper.storage.load import Advance, Finding, Loader, Tail
 from upper.storage.marks import Mark
 from upper.storage.opening import UNKNOWN_BRANCH, fresh_branch, lock_directory, settle
 from upper.storage.partition import PartitionStore
@@ -44,26 +44,42 @@ class Survey:
     findings: list[Finding] = field(default_factory=list)
 
 
+def weight(directory: Path) -> int:
+    """Bytes that there are to be read: what `advance` will be told of, all in all."""
+    return sum(
+        path.stat().st_size for path in (*directory.glob("journal/*"), *directory.glob("partitions/*"))
+    )
+
+
+def nobody(_: int) -> None:
+    """Whom to tell of progress where nobody looks."""
+
+
 @contextmanager
-def surveyed(directory: Path) -> Iterator[Survey]:
+def surveyed(directory: Path, advance: Advance = nobody) -> Iterator[Survey]:
     """All that can be read, for looking only; nobody else can open the directory meanwhile."""
     if not (directory / "bucket.json").exists():
         raise StorageError(f"there is no bucket in {directory}; give the directory that holds bucket.json")
     lock = lock_directory(directory, Disk())
     try:
-        survey = _survey(directory, lock)
+        survey = _survey(directory, lock, advance)
         yield survey
         survey.bucket.files.close()
     finally:
         os.close(lock)
 
 
-def check(directory: Path) -> Iterator[Finding]:
-    """What is wrong with this directory; nothing, if all is well. A torn end of the journal is no fault."""
-    with surveyed(directory) as survey:
+def check(directory: Path, advance: Advance = nobody) -> Iterator[Finding]:
+    """What is wrong with this directory; nothing, if all is well. A torn end of the journal is no fault.
+
+    `advance` hears of twice the weight of the directory: once for reading, once for looking at what was read.
+    """
+    with surveyed(directory, advance) as survey:
         yield from survey.findings
+        share = weight(directory) // len(survey.bucket.partitions)
         for store in survey.bucket.partitions:
             yield from check_partition(store)
+            advance(share)
 
 
 def check_partition(store: PartitionStore) -> Iterator[Finding]:
@@ -103,7 +119,7 @@ def check_partition(store: PartitionStore) -> Iterator[Finding]:
         yield Finding(where, f"its branch began at {store.log.versions[0].seqno}, past {store.high}")
 
 
-def _survey(directory: Path, lock: int) -> Survey:
+def _survey(directory: Path, lock: int, advance: Advance) -> Survey:
     identity = marks.read_identity(directory)
     assert identity is not None
     bucket = Bucket(directory, StorageSettings(compact=False), Disk(), lambda: 0, identity, lock)
@@ -116,6 +132,7 @@ def _survey(directory: Path, lock: int) -> Survey:
         stores=bucket.partitions,
         quota=MEMORY,
         problem=findings.append,
+        advance=advance,
     )
     mark = marks.read_mark(directory)
     floor = marks.read_floor(directory, identity.partitions)
@@ -137,9 +154,9 @@ def _survey(directory: Path, lock: int) -> Survey:
 # ── Repair ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def repair(directory: Path) -> Iterator[Finding]:
+def repair(directory: Path, advance: Advance = nobody) -> Iterator[Finding]:
     """Keep what can be read, write it anew, and say what was wrong and what is gone."""
-    with surveyed(directory) as survey:
+    with surveyed(directory, advance) as survey:
         yield from survey.findings
         if survey.tail.cut:
             yield Finding("journal", f"{survey.tail.cut} bytes of an unfinished batch were cut off")

@@ -50,6 +50,7 @@ class Finding:
 
 
 Problem = Callable[[Finding], None]
+Advance = Callable[[int], None]  # so many bytes more were read
 
 
 def refuse(finding: Finding) -> None:
@@ -115,9 +116,10 @@ class Loader:
         expiry: Expiry | None = None,
         quota: int | None = None,
         problem: Problem = refuse,
+        advance: Advance = lambda size: None,
     ) -> None:
         self._directory, self._files, self._uuid = directory, files, uuid
-        self._problem = problem
+        self._problem, self._advance = problem, advance
         self._quota = quota
         self._resident = 0  # bytes put into memory so far, at most
         self.stores = {int(store.id): store for store in stores}
@@ -186,6 +188,7 @@ class Loader:
                 return
             self.clock = max(self.clock, found.clock)
             yield at + FRAME_HEADER, data[found.start : found.end]
+            self._advance(found.end)
             at += found.end
             number += 1
 
@@ -253,6 +256,7 @@ class Loader:
             segments.append(segment)
             if not self._load_segment(segment, data, tail, is_last=is_last, until=until):
                 break
+            self._advance(len(data))
             expected = segment.last + 1
         if segments:
             tail.last = segments[-1].last
