@@ -620,6 +620,36 @@ def test_a_damaged_partition_file_is_refused_found_and_repaired(
     assert contents(opened()) == before
 
 
+@pytest.mark.parametrize("content", [b"{cut off", b"[]", b"{}", b'{"batch": "7", "first": "x"}', None])
+@pytest.mark.parametrize("name", ["state.json", "journal.json"])
+def test_a_damaged_mark_is_refused_found_and_repaired(
+    opened: Open, directory: Path, name: str, content: bytes | None
+) -> None:
+    _, before = damaged(opened, compacted=True)
+    if content is None:
+        (directory / name).unlink()
+    else:
+        (directory / name).write_bytes(content)
+    with pytest.raises(Corrupt, match="run `upper check`"):
+        opened()
+    assert list(check(directory)) != []
+    repaired(directory)
+    bucket = opened()
+    assert bucket.opening.branched, "nobody knows what was acknowledged"
+    assert contents(bucket) == before
+
+
+@pytest.mark.parametrize("content", [b"{cut off", b"{}", b'{"format": 1}'])
+def test_a_bucket_that_does_not_say_what_it_is_has_to_be_restored(
+    opened: Open, directory: Path, content: bytes
+) -> None:
+    damaged(opened)
+    (directory / "bucket.json").write_bytes(content)
+    for look in (opened, lambda: list(check(directory)), lambda: list(repair(directory))):
+        with pytest.raises(Corrupt, match="restore it from a copy"):
+            look()
+
+
 def test_repairing_what_is_sound_changes_nothing(opened: Open, directory: Path) -> None:
     _, before = damaged(opened, compacted=True)
     files = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from upper.errors import StorageError
+from upper.errors import Corrupt, StorageError
 from upper.model.values import ZERO, FailoverLog, State, Version
 from upper.storage import load, marks, records
 from upper.storage.bucket import Bucket
@@ -27,7 +27,7 @@ from upper.storage.load import Advance, Finding, Loader, Tail
 from upper.storage.marks import Mark
 from upper.storage.opening import UNKNOWN_BRANCH, fresh_branch, lock_directory, settle
 from upper.storage.partition import PartitionStore
-from upper.storage.settings import StorageSettings
+from upper.storage.settings import Durability, StorageSettings
 
 MEMORY = 256 << 20  # bytes of records that are held while looking; what is past that is read when needed
 
@@ -134,8 +134,7 @@ def _survey(directory: Path, lock: int, advance: Advance) -> Survey:
         problem=findings.append,
         advance=advance,
     )
-    mark = marks.read_mark(directory)
-    floor = marks.read_floor(directory, identity.partitions)
+    mark, floor = _marks(directory, identity.partitions, findings)
     for number, path in load.pack_paths(directory):
         loader.load_file(bucket.files.add(path, number=number, size=path.stat().st_size))
         bucket.rewriter.saw(number)
@@ -149,6 +148,21 @@ def _survey(directory: Path, lock: int, advance: Advance) -> Survey:
     bucket.clock.last = loader.clock
     findings.extend(load.ending(tail, mark, known=load.last_known(loader, floor)))
     return Survey(bucket, tail, loader, mark, floor, findings)
+
+
+def _marks(directory: Path, partitions: int, findings: list[Finding]) -> tuple[Mark | None, marks.Floor]:
+    """What the small files say; of one that says nothing, the worst is assumed."""
+    mark: Mark | None = Mark(None, Durability.MEMORY, damaged=True)
+    floor = marks.Floor(1, (0,) * partitions)
+    try:
+        mark = marks.read_mark(directory)
+    except Corrupt:
+        findings.append(Finding("state.json", "it is damaged, so nobody knows how the bucket was left"))
+    try:
+        floor = marks.read_floor(directory, partitions)
+    except Corrupt:
+        findings.append(Finding("journal.json", "it is damaged, so nobody knows what the journal may lack"))
+    return mark, floor
 
 
 # ── Repair ────────────────────────────────────────────────────────────────────────────────────────

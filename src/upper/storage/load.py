@@ -94,6 +94,9 @@ def last_known(loader: Loader, floor: Floor) -> int:
 
 def ending(tail: Tail, mark: Mark | None, *, known: int) -> Iterator[Finding]:
     """Does the journal end where it should?"""
+    if mark is None and tail.last > 1:
+        # Making a bucket writes the first batch and then the mark: from the second batch on there is one.
+        yield Finding("state.json", "it is missing, so nobody knows how the bucket was left")
     if mark is not None and not tail.last:
         yield Finding("journal", "it is gone")
     elif known > tail.last:

@@ -50,15 +50,19 @@ def read_identity(directory: Path) -> Identity | None:
     if content is None:
         return None
     version = content.get("format")
-    if version != FORMAT:
+    if isinstance(version, int) and version != FORMAT:
         raise WrongVersion(
             f"{directory} was written in format {version} and this version knows {FORMAT}; "
             "use the version that wrote it"
         )
     try:
+        if version != FORMAT:
+            raise ValueError(version)
         return Identity(int(content["uuid"], 16), str(content["name"]), int(content["partitions"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise Corrupt(f"{directory / 'bucket.json'} does not say what bucket this is; restore it") from error
+        raise Corrupt(
+            f"{directory / 'bucket.json'} does not say what bucket this is; restore it from a copy"
+        ) from error
 
 
 def write_identity(disk: Disk, directory: Path, identity: Identity) -> None:
@@ -75,10 +79,11 @@ def read_mark(directory: Path) -> Mark | None:
     content = _read_json(directory / "state.json")
     if content is None:
         return None
-    batch = content.get("batch")
-    return Mark(
-        None if batch is None else int(batch), str(content.get("durability")), bool(content.get("damaged"))
-    )
+    match content:
+        case {"batch": int() | None as batch, "durability": "disk" | "memory" as durability}:
+            return Mark(batch, durability, bool(content.get("damaged")))
+        case _:
+            raise _damaged(directory / "state.json")
 
 
 def write_mark(disk: Disk, directory: Path, mark: Mark) -> None:
@@ -89,7 +94,11 @@ def read_floor(directory: Path, partitions: int) -> Floor:
     content = _read_json(directory / "journal.json")
     if content is None:
         return Floor(1, (0,) * partitions)
-    return Floor(int(content["first"]), tuple(content["files"]))
+    match content:
+        case {"first": int(first), "files": [*files]} if len(files) == partitions:
+            if all(isinstance(number, int) for number in files):
+                return Floor(first, tuple(files))
+    raise _damaged(directory / "journal.json")
 
 
 def write_floor(disk: Disk, directory: Path, floor: Floor) -> None:
@@ -102,7 +111,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise Corrupt(f"{path} is damaged; {CHECK}") from error
+        raise _damaged(path) from error
     if not isinstance(content, dict):
-        raise Corrupt(f"{path} is damaged; {CHECK}")
+        raise _damaged(path)
     return content
+
+
+def _damaged(path: Path) -> Corrupt:
+    then = "restore it from a copy" if path.name == "bucket.json" else CHECK
+    return Corrupt(f"{path} is damaged; {then}")
