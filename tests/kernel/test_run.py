@@ -42,6 +42,19 @@ class Ran:
         self.whole = self.at == len(data)
 
 
+def test_what_was_answered_is_counted_by_kind(kernel: ModuleType) -> None:
+    store, counts = Store().holding(change(b"a", b"1")), kernel.Counts()
+    gets = [packet(opcode, key=key) for opcode in (GET, GETQ, GETK, GETKQ) for key in (b"a", b"b")]
+    deletes = [packet(DELETE, key=b"a"), packet(DELETEQ, key=b"a")]
+    sets = [set_(b"c", b"1"), set_(b"c", b"1", opcode=SETQ), set_(b"d", b"1")]
+    left = set_(b"e", b"1", expiration=5)  # not answered here, so not counted here
+    data = b"".join([*gets, packet(NOOP), *deletes, *sets])
+    assert Ran(kernel, data + left, store, counts=counts).at == len(data)
+    assert (counts.gets, counts.misses, counts.sets, counts.deletes, counts.noops) == (8, 4, 3, 2, 1)
+    Ran(kernel, gets[0], store, counts=counts)
+    assert (counts.gets, counts.misses) == (9, 5)
+
+
 def test_a_set_becomes_a_record_and_an_answer_with_its_cas(kernel: ModuleType) -> None:
     ran = Ran(kernel, set_(b"key", b"value", flags=7, opaque=42, partition=1), None, store := Store(high=9))
     record = change(b"key", b"value", flags=7, seqno=10, cas=1001, partition=1)

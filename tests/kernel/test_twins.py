@@ -79,6 +79,17 @@ def test_they_run_alike(data: bytes, start: int, held: list[bytes], last: int, d
         alike("run", data, at, [Store() for _ in range(5)], clock, [], bytearray())
 
 
+@given(traffic, st.lists(changes(), max_size=6))
+def test_they_count_requests_alike(data: bytes, held: list[bytes]) -> None:
+    def counted(twin: Any) -> list[int]:
+        counts = twin.Counts()
+        table = [Store().holding(*held) for _ in range(4)]
+        twin.run(data, 0, table, Clock(), [], bytearray(), counts=counts)
+        return [getattr(counts, name) for name in plain.Counts.__slots__]
+
+    assert counted(plain) == counted(compiled)
+
+
 @given(st.lists(st.lists(changes(partitions=5), max_size=8), max_size=4), st.integers(4, 5))
 def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> None:
     """Also where a record is of no partition that there is: before it, the same ones have noted the batch."""

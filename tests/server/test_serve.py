@@ -136,6 +136,32 @@ def test_every_group_answers_and_an_unknown_one_is_refused(shared_node: Node) ->
             assert peer.ask(Opcode.STAT, odd).status == Status.INVALID_ARGUMENTS
 
 
+def test_requests_are_counted_by_kind_whoever_answers_them(shared_node: Node) -> None:
+    """Plain ones are answered in runs; one with an expiration, or for an item that has one, by the table."""
+    names = ("requests", "cmd_get", "get_hits", "get_misses", "cmd_set", "cmd_delete")
+    with Peer(shared_node, None) as peer:
+        before = peer.stats()
+        peer.set(b"counted", b"v")
+        for opcode in (Opcode.GET, Opcode.GETK):
+            assert peer.ask(opcode, b"counted").status == Status.OK
+            assert peer.ask(opcode, b"no").status == Status.KEY_NOT_FOUND
+        peer.delete(b"counted")
+        peer.ask(Opcode.NOOP)
+        peer.set(b"counted", b"v", expiration=1000)
+        peer.get(b"counted")
+        peer.ask(Opcode.DELETE, b"counted", cas=1)  # refused, and counted
+        after = peer.stats()
+    grown = {name: int(after[name]) - int(before[name]) for name in names}
+    assert grown == {
+        "requests": 11,  # with the second look at the statistics
+        "cmd_get": 5,
+        "get_hits": 3,
+        "get_misses": 2,
+        "cmd_set": 2,
+        "cmd_delete": 2,
+    }
+
+
 def _timings_add_up(peer: Peer) -> None:
     before = peer.stats("timings")
     peer.ask(Opcode.TOUCH, b"k", extras=bytes(4))

@@ -28,6 +28,7 @@ _WANTED = os.environ.get("UPPER_KERNEL", "")
 if TYPE_CHECKING or _WANTED == "plain":
     from upper.kernel.plain import (
         NAME,
+        Counts,
         Table,
         after,
         columns,
@@ -49,6 +50,7 @@ else:
     try:
         from upper.kernel._compiled import (
             NAME,
+            Counts,
             Table,
             after,
             columns,
@@ -71,6 +73,7 @@ else:
             raise
         from upper.kernel.plain import (
             NAME,
+            Counts,
             Table,
             after,
             columns,
@@ -114,6 +117,7 @@ __all__ = [
     # types
     "Clock",
     "Columns",
+    "Counts",
     "Entry",
     "Items",
     "Table",

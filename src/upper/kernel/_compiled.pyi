@@ -1,4 +1,5 @@
 # The compiled twin has the types of the plain one, because it has its functions.
+from upper.kernel.plain import Counts as Counts
 from upper.kernel.plain import Table as Table
 from upper.kernel.plain import after as after
 from upper.kernel.plain import columns as columns

@@ -43,6 +43,11 @@ cdef int put(Table part, object key, object old, object record, list pending) ex
     return 0
 
 
+cdef class Counts:
+    """`plain_run.Counts`."""
+    cdef public uint64_t gets, misses, sets, deletes, noops
+
+
 cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas):
     """A record with its header filled in."""
     record = PyBytes_FromStringAndSize(NULL, 24 + body)
@@ -58,7 +63,7 @@ cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssiz
 
 def run(
     data, Py_ssize_t start, list table not None, clock, list pending not None, bytearray out not None, *,
-    Py_ssize_t limit=packets.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
+    Py_ssize_t limit=packets.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False, Counts counts=None,
 ):
     cdef Py_buffer view
     cdef const uint8_t *p
@@ -71,6 +76,7 @@ def run(
     cdef PyObject *found
     cdef object key = None, old, made
     cdef Table part = None
+    cdef Counts counted = Counts() if counts is None else counts
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         size = view.len
@@ -117,6 +123,7 @@ def run(
             if opcode == NOOP:
                 respond(to, NOOP, 0, 0, 0, 0, p + 12, 0)
                 used += 24
+                counted.noops += 1
             elif opcode == SET or opcode == SETQ:
                 if extras != 8 or total - klen < 8 or total - klen - 8 > limit or get32(p + 28):
                     break
@@ -127,6 +134,7 @@ def run(
                 memset(fresh(made) + 44, 0, 8)
                 memcpy(fresh(made) + 52, p + 32, total - 8)
                 put(part, key, old, made, pending)
+                counted.sets += 1
                 cas += 1
                 waits = True
                 if opcode == SET:
@@ -150,6 +158,7 @@ def run(
                     respond(to, opcode, 0, 0, 1, 9, p + 12, 0)
                     memcpy(to + 24, chars(NOT_FOUND), 9)
                     used += 33
+                counted.deletes += 1
             elif opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
                 if extras or total != klen:
                     break
@@ -171,6 +180,8 @@ def run(
                     respond(to, GETK, klen, 0, 1, klen, p + 12, 0)
                     memcpy(to + 24, p + 24, klen)
                     used += 24 + klen
+                counted.gets += 1
+                counted.misses += not live
             else:
                 break
             if old is not None and get64(chars(old) + 24) > part.durable:

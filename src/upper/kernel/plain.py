@@ -48,6 +48,7 @@ from upper.kernel.packets import (
     truncated,
     within,
 )
+from upper.kernel.plain_run import Counts as Counts
 from upper.kernel.plain_run import Table as Table
 from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run

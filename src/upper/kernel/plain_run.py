@@ -67,6 +67,15 @@ class Table:
         self.last_batch = 0  # the newest batch with something of this partition
 
 
+class Counts:
+    """How many plain requests were answered, by kind; a miss is a GET that found nothing."""
+
+    __slots__ = ("deletes", "gets", "misses", "noops", "sets")
+
+    def __init__(self) -> None:
+        self.gets = self.misses = self.sets = self.deletes = self.noops = 0
+
+
 def run(
     data: Buffer,
     start: int,
@@ -78,6 +87,7 @@ def run(
     limit: int = MAX_VALUE,
     room: int = 4 * MIB,
     delete_cas: bool = False,
+    counts: Counts | None = None,
 ) -> tuple[int, bool]:
     """Apply plain key-value requests as they lie in `data`; answer where it stopped, and whether to wait.
 
@@ -92,11 +102,13 @@ def run(
     write of this run, or a read of a record past the partition's durable seqno.
 
     `delete_cas`: whether a DELETE is answered with its CAS, which plain memcached clients do not expect.
+    `counts`: what was answered is added to it.
     """
     data = solid(data)
     size = len(data)
     within(start, size, size)
     at, waits = start, False
+    counts = counts or Counts()
     head = HEAD.unpack_from
     while at + 24 <= size and len(out) < room:
         magic, opcode, klen, extras, kind, partition, total, opaque, cas = head(data, at)
@@ -108,6 +120,7 @@ def run(
             if total:
                 break
             out += HEAD.pack(RESPONSE, NOOP, 0, 0, 0, 0, 0, opaque, 0)
+            counts.noops += 1
             at = past
             continue
         if not 0 < klen <= MAX_KEY or partition >= len(table) or (store := table[partition]) is None:
@@ -133,6 +146,7 @@ def run(
                 break
             rest = b"".join((flags, NEITHER, data[body + 8 : past]))
             cas = _write(store, clock, pending, opcode=MUTATION, partition=partition, key=key, rest=rest)
+            counts.sets += 1
             waits = True
             if opcode == SET:
                 out += HEAD.pack(RESPONSE, SET, 0, 0, 0, 0, 0, opaque, cas)
@@ -148,6 +162,7 @@ def run(
                     out += HEAD.pack(RESPONSE, DELETE, 0, 0, 0, 0, 0, opaque, cas if delete_cas else 0)
             else:
                 out += HEAD.pack(RESPONSE, opcode, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
+            counts.deletes += 1
         elif opcode in (GET, GETQ, GETK, GETKQ):
             if extras or total != klen:
                 break
@@ -164,6 +179,8 @@ def run(
                 out += HEAD.pack(RESPONSE, GET, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
             elif opcode == GETK:  # a miss by this one is answered with the key, and without words
                 out += HEAD.pack(RESPONSE, GETK, klen, 0, 0, 1, klen, opaque, 0) + key
+            counts.gets += 1
+            counts.misses += not live
         else:
             break
         if isinstance(old, bytes) and U64.unpack_from(old, 24)[0] > store.durable:

@@ -167,6 +167,7 @@ class Connection(Outlet):
                         out,
                         limit=node.settings.limits.item,
                         delete_cas=self._hello,
+                        counts=node.plain,
                     )
                     if at > start:
                         began, now = now, time.perf_counter()
@@ -251,6 +252,8 @@ class Connection(Outlet):
         except UpperError as error:
             result = refusal(error)
         if isinstance(result, Reply):
+            if result.status == Status.KEY_NOT_FOUND:
+                self.node.counters.misses[row.name] += 1
             self._reply(result, head, row, out)
         elif isinstance(result, list):
             for reply in result:

@@ -76,6 +76,7 @@ class Node:
         self.started: float = time.time()
         self.counters: Counters = Counters()
         self.timings: Timings = Timings()
+        self.plain: kernel.Counts = kernel.Counts()  # requests that the kernel answered in runs
         self.throttle = Throttle(settings.limits.failed_logins_peer, loop.time)
         self.verifier = ThreadPoolExecutor(1, thread_name_prefix="upper-login")
         self.hub: Hub = Hub(bucket)

@@ -41,7 +41,7 @@ how many took less than N microseconds and at least half of that. Waiting for th
 
 Plain GET, SET, DELETE and NOOP are answered in runs: a stretch of such requests, as they came in one read, is
 one `run`, with one time for all of them. Whatever a run leaves to the table (a CAS, an expiration, a lock) is
-counted under the name of its command."""
+timed under the name of its command. How many requests there were of each kind, the general statistics say."""
 
 
 def _lines() -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -44,6 +44,7 @@ class Counters:
     def __init__(self) -> None:
         self.connections = self.refused_connections = self.requests = self.bytes_in = self.bytes_out = 0
         self.protocol_errors = self.failed_logins = self.not_my_partition = self.failed_commits = 0
+        self.misses: Counter[str] = Counter()  # keys that were not there, by command of the table
         self.streams_opened = self.rollbacks = self.fell_behind = self.dead_peers = 0
         self.stream_items = self.stream_bytes = 0  # of streams that have ended
 
@@ -109,6 +110,24 @@ def _count(name: str) -> Callable[[Node], Value]:
     return lambda node: int(getattr(node.counters, name))
 
 
+def _forms(*commands: str) -> list[str]:
+    """Commands of the table, and their quiet forms."""
+    return [form for command in commands for form in (command, f"{command}q")]
+
+
+def _ran(node: Node, *commands: str) -> int:
+    ran = node.timings.commands
+    return sum(ran[form].count for form in _forms(*commands) if form in ran)
+
+
+def _gets(node: Node) -> int:
+    return node.plain.gets + _ran(node, "get", "getk")
+
+
+def _misses(node: Node) -> int:
+    return node.plain.misses + sum(node.counters.misses[form] for form in _forms("get", "getk"))
+
+
 def _resident(_: Node) -> int:
     """Bytes of the process in memory."""
     try:
@@ -149,8 +168,27 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "requests",
         C,
-        "answered one by one; plain ones are answered in runs, which `timings` counts",
-        lambda node: node.counters.requests + _open_connections(node, "requests"),
+        "answered, of all kinds",
+        lambda node: (
+            node.counters.requests
+            + _open_connections(node, "requests")
+            + sum((node.plain.gets, node.plain.sets, node.plain.deletes, node.plain.noops))
+        ),
+    ),
+    Statistic("cmd_get", C, "GETs, quiet and with key included", _gets),
+    Statistic("get_hits", C, "GETs that found something", lambda node: _gets(node) - _misses(node)),
+    Statistic("get_misses", C, "GETs that found nothing", lambda node: _misses(node)),
+    Statistic(
+        "cmd_set",
+        C,
+        "SETs, ADDs, REPLACEs, APPENDs and PREPENDs, refused ones included",
+        lambda node: node.plain.sets + _ran(node, "set", "add", "replace", "append", "prepend"),
+    ),
+    Statistic(
+        "cmd_delete",
+        C,
+        "DELETEs, also of what was not there",
+        lambda node: node.plain.deletes + _ran(node, "delete"),
     ),
     Statistic(
         "bytes_read",
