@@ -318,6 +318,7 @@ def test_requests_that_make_no_sense_are_refused_with_their_status(peer: Peer) -
     assert status(start=5, end=3, opaque=1) == Status.OUT_OF_RANGE
     assert status(partition=99, opaque=1) == Status.NOT_MY_VBUCKET
     assert status(opaque=1, flags=StreamFlag(0x40 << 32)) == Status.INVALID_ARGUMENTS
+    assert status(opaque=1, name=b"n" * 251) == Status.INVALID_ARGUMENTS
     peer.accepted(0, opaque=1)
     assert status(partition=0, opaque=2) == Status.KEY_EXISTS
     assert status(partition=1, opaque=1) == Status.KEY_EXISTS

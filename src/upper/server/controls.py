@@ -20,10 +20,10 @@ MAX_TEXT = 4096  # bytes
 class Controls:
     """The settings of one connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, noop_interval: float) -> None:
         self.window = 0  # bytes; 0 = none
         self.noop = False
-        self.noop_interval = 20.0  # seconds
+        self.noop_interval = noop_interval  # seconds
         self.name = ""
         self.filter: Filter = EVERYTHING
         self._accepted: list[range] | None = None  # partitions; None = all

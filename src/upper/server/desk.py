@@ -49,6 +49,7 @@ from upper.server.speech import IN_UPR, IN_UPR0, Speech
 from upper.server.streams import Stream
 from upper.server.table import Reply
 from upper.server.tap import TapDesk
+from upper.storage.partition import MAX_KEY
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.packet import REQUEST, Header
@@ -85,7 +86,7 @@ class Desk(Sender):
 
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self.controls: Controls = Controls()
+        self.controls: Controls = Controls(noop_interval=self.node.settings.streams.noop_interval)
         self.tap: TapDesk | None = None
         self._session = Session(Side.SERVER)
         self._asked = self.node.now()  # when we last asked whether the peer is there
@@ -99,6 +100,8 @@ class Desk(Sender):
                 raise NotAllowed("streams need a login; authenticate with SASL first")
             if Role.STREAM not in self.connection.roles:
                 raise NotAllowed("streams need the role stream; ask an administrator")
+            if head.key_length > MAX_KEY:
+                raise InvalidArguments(f"names have at most {MAX_KEY} bytes, not {head.key_length}")
             if self.dialect is None and family(head) is DCP:
                 raise NotSupported(
                     "DCP is not spoken here yet; open streams with UPR (0x50, 40 bytes of extras)"
@@ -245,7 +248,7 @@ class Desk(Sender):
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float) -> None:
-        """Once a second: is the peer there? Two intervals without a word, and it is taken for dead."""
+        """Now and then: is the peer there? Two intervals without a word, and it is taken for dead."""
         if not self.controls.noop:
             return
         interval = self.controls.noop_interval

@@ -10,7 +10,7 @@ from upper.model.values import State
 from upper.server.auth import Role
 from upper.server.table import Call, Quiet, Reply, handles
 from upper.storage.records import Item
-from upper.wire.codes import Feature, Opcode
+from upper.wire.codes import Feature, Opcode, Status
 
 MONTH = 30 * 86400  # expirations up to here count from now, as memcached has it; larger ones from the epoch
 LOCKED = 2**64 - 1  # the CAS that readers see of a locked item: no write can match it
@@ -29,28 +29,24 @@ def found(call: Call, item: Item, *, key: bytes = b"") -> Reply:
     return Reply(cas=cas, extras=item.flags.to_bytes(4, "big"), key=key, value=item.value, data_type=kind)
 
 
-def missing() -> KeyNotFound:
-    return KeyNotFound("Not found")
+def missing(key: bytes) -> Reply:
+    """A miss: with the key where a hit would have it, and with words where not."""
+    return Reply(Status.KEY_NOT_FOUND, key=key, value=b"" if key else b"Not found")
 
 
 @handles(
-    Opcode.GET, quiet=(Opcode.GETQ,), leaves_out=Quiet.MISS, role=Role.READ, state=State.ACTIVE, key=True
+    Opcode.GET,
+    Opcode.GETK,
+    quiet=(Opcode.GETQ, Opcode.GETKQ),
+    leaves_out=Quiet.MISS,
+    role=Role.READ,
+    state=State.ACTIVE,
+    key=True,
 )
 def get(call: Call) -> Reply:
+    shown = call.key if call.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
     item = call.store.read(call.key)
-    if item is None:
-        raise missing()
-    return found(call, item)
-
-
-@handles(
-    Opcode.GETK, quiet=(Opcode.GETKQ,), leaves_out=Quiet.MISS, role=Role.READ, state=State.ACTIVE, key=True
-)
-def getk(call: Call) -> Reply:
-    item = call.store.read(call.key)
-    if item is None:
-        return Reply(KeyNotFound.status, key=call.key)
-    return found(call, item, key=call.key)
+    return missing(shown) if item is None else found(call, item, key=shown)
 
 
 @handles(Opcode.GET_REPLICA, role=Role.READ, key=True, waits=True)
@@ -62,7 +58,8 @@ def get_replica(call: Call) -> Reply:
 
 @handles(
     Opcode.GAT,
-    quiet=(Opcode.GATQ,),
+    Opcode.GATK,
+    quiet=(Opcode.GATQ, Opcode.GATKQ),
     leaves_out=Quiet.MISS,
     role=Role.READ | Role.WRITE,
     state=State.ACTIVE,
@@ -70,23 +67,11 @@ def get_replica(call: Call) -> Reply:
     key=True,
 )
 def get_and_touch(call: Call) -> Reply:
-    return found(call, touched(call))
-
-
-@handles(
-    Opcode.GATK,
-    quiet=(Opcode.GATKQ,),
-    leaves_out=Quiet.MISS,
-    role=Role.READ | Role.WRITE,
-    state=State.ACTIVE,
-    extras=(4,),
-    key=True,
-)
-def get_and_touch_key(call: Call) -> Reply:
+    shown = call.key if call.opcode in (Opcode.GATK, Opcode.GATKQ) else b""
     try:
-        return found(call, touched(call), key=call.key)
-    except KeyNotFound as error:
-        return Reply(error.status, key=call.key)
+        return found(call, touched(call), key=shown)
+    except KeyNotFound:
+        return missing(shown)
 
 
 @handles(Opcode.TOUCH, role=Role.WRITE, state=State.ACTIVE, extras=(4,), key=True)

@@ -15,7 +15,7 @@ _SEQNO = Struct(">BHQQQ")  # format, partition, branch, persisted, current
 _FAILOVER = Struct(">QQ")  # the branch that was asked for, and the last seqno that it shares
 _ENTRY = Struct(">HQ")
 MAX_LIST = 64 << 10  # bytes; nobody waits long for one answer
-NOT_PERSISTED, PERSISTED, NOT_FOUND, DELETED = 0x00, 0x01, 0x80, 0x81
+NOT_PERSISTED, PERSISTED, NOT_FOUND, DELETED = 0x00, 0x01, 0x80, 0x81  # what is said of a key
 
 
 @handles(Opcode.OBSERVE, role=Role.READ, value=True)
@@ -35,12 +35,10 @@ def observe(call: Call) -> Reply:
         item = store.read_meta(key)
         if item is None:
             state, cas = NOT_FOUND, 0
+        elif item.seqno <= store.durable:
+            state, cas = NOT_FOUND if item.deleted else PERSISTED, item.cas
         else:
-            persisted = item.seqno <= store.durable
-            state = (
-                DELETED if item.deleted and not persisted else NOT_FOUND if item.deleted else int(persisted)
-            )
-            cas = item.cas
+            state, cas = DELETED if item.deleted else NOT_PERSISTED, item.cas
         answer += _PAIR.pack(partition, length) + key + bytes((state,)) + cas.to_bytes(8, "big")
         at += 4 + length
     return Reply(value=bytes(answer))

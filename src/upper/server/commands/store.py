@@ -14,7 +14,6 @@ from upper.server.table import Call, Reply, handles
 from upper.storage import Mode, Written
 from upper.wire.codes import DataType, Feature, Opcode
 
-TOKEN_SIZE = 16
 MODES = {
     Opcode.SET: Mode.SET,
     Opcode.SETQ: Mode.SET,
