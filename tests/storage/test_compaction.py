@@ -98,6 +98,31 @@ def test_old_deletions_go_and_the_purge_seqno_says_so(opened: Open, wall: Wall) 
     assert (again.purged, again.high, list(again.items)) == (6, 7, [b"k3", b"k2"])
 
 
+def test_deletions_go_by_themselves_however_often_the_node_is_restarted(opened: Open, wall: Wall) -> None:
+    settings = StorageSettings(purge_age=1000, sweep_every=0.001)
+    store = opened(settings).partitions[1]
+    for key in (b"a", b"b", b"c"):
+        store.write(key, b"v")
+    store.delete(b"a")
+    store.write(b"d", b"v")
+
+    async def look(bucket: Bucket, store: PartitionStore) -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for _ in range(10_000_000):
+            looked = store.purge_at is not None
+            if bucket.rewriter.runs or (looked and store.purge_at == 1_700_000_000 + 1000):
+                break
+            await asyncio.sleep(0)
+
+    for passed, left in ((0, 1), (600, 1), (399, 1), (2, 0)):
+        wall.now += passed
+        bucket = opened(settings)
+        store = bucket.partitions[1]
+        asyncio.run(look(bucket, store))
+        assert store.tombstones == left
+    assert store.purged == 4
+
+
 def test_a_deletion_that_was_replaced_while_purging_stays_replaced(opened: Open, wall: Wall) -> None:
     bucket = opened(StorageSettings(purge_age=0, sweep_every=0.01, segment_size=1024))
     store = bucket.partitions[0]

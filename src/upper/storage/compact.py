@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from threading import Event
 
@@ -78,6 +79,15 @@ def take_down(store: PartitionStore, *, move_out: int = 0) -> Section:
     counts = (len(entries), store.tombstones, store.size)
     facts = records.Facts(store.high, store.purged, store.complete, *counts)
     return Section(store, store.epoch, entries, facts, store.facts(), bool(store.evicted), move_out)
+
+
+def oldest_deletion(store: PartitionStore) -> float | None:
+    """When the oldest deletion was made that could be left out, in seconds since the epoch."""
+    entries = islice(store.items.values(), len(store.items) - 1)  # all but the newest, which stays
+    for entry in entries:
+        if isinstance(entry, bytes) and entry[1] != records.MUTATION:
+            return records.meta_of(entry)[0] / 1_000_000_000
+    return None
 
 
 def pins(files: Files, sections: list[Section]) -> list[File]:

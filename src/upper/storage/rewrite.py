@@ -36,6 +36,7 @@ PACK_PARTITIONS = 256
 # Shares of what the directory may take:
 BEGIN = 0.64  # past it, what is wasted is worth rewriting
 FIRST = 0.81  # past it, what is in no file yet goes into one, though there is no waste yet
+LOOK = 200_000  # entries that are looked at for old deletions at a time
 RETRY = 5.0  # seconds after which a rewriting that failed is tried again
 
 
@@ -196,17 +197,22 @@ class Rewriter:
         return max(min(PACK_BYTES, size // PACK_SHARE), size // 256)
 
     def _old_deletions(self) -> list[PartitionStore]:
-        """Partitions whose deletions have been kept for long enough, by when they were last looked at."""
+        """Partitions with deletions that were kept for long enough; `purge_at` says when to look again."""
         now, age = self._bucket.clock.seconds(), self._bucket.settings.purge_age
         due: list[PartitionStore] = []
+        looked = 0
         for store in self._bucket.partitions:
             if not store.tombstones:
                 store.purge_at = None
-            elif store.purge_at is None:
-                store.purge_at = now + age
-            elif store.purge_at <= now and len(due) < PACK_PARTITIONS:
-                store.purge_at = now + max(age, 1.0)
-                due.append(store)
+            elif (store.purge_at or 0.0) <= now and looked < LOOK and len(due) < PACK_PARTITIONS:
+                looked += len(store.items)
+                oldest = compact.oldest_deletion(store)
+                if oldest is not None and oldest + age <= now:
+                    due.append(store)
+                    # Others follow it: they wait a little, so that each does not cost a rewriting.
+                    store.purge_at = now + max(age / 8, 1.0)
+                else:
+                    store.purge_at = (now if oldest is None else oldest) + age
         return due
 
     def _launch(self, batch: int) -> None:
