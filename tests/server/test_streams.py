@@ -618,10 +618,13 @@ def test_names_dialects_and_positions_are_visible_and_totals_add_up(node: Node) 
 # ── Peers that go quiet ───────────────────────────────────────────────────────────────────────────
 
 
-def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(node: Node) -> None:
+@pytest.mark.parametrize("interval", ["0.5", "0.1"])
+def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(
+    node: Node, interval: str
+) -> None:
     with Peer(node) as dead, Peer(node) as alive:
         for peer in (dead, alive):
-            peer.control("set_noop_interval", "0.5")
+            peer.control("set_noop_interval", interval)
             peer.control("enable_noop", "true")
             peer.accepted()
         heard: list[Message] = []

@@ -89,7 +89,7 @@ class Desk(Sender):
         self.controls: Controls = Controls(noop_interval=self.node.settings.streams.noop_interval)
         self.tap: TapDesk | None = None
         self._session = Session(Side.SERVER)
-        self._asked = self.node.now()  # when we last asked whether the peer is there
+        self._asked = 0.0  # when we last asked whether the peer is there
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
 
@@ -248,16 +248,16 @@ class Desk(Sender):
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
     def tick(self, now: float) -> None:
-        """Now and then: is the peer there? Two intervals without a word, and it is taken for dead."""
+        """Is the peer there? It is asked after an interval of silence, and has another one to answer."""
         if not self.controls.noop:
             return
-        interval = self.controls.noop_interval
-        silent = now - self.connection.heard
-        if silent > 2 * interval:
-            log.info("%s: closed, silent for %.0f s", self.connection.peer, silent)
-            self.node.counters.dead_peers += 1
-            self.connection.abort()
-        elif silent >= interval and now - self._asked >= interval:
+        interval, heard = self.controls.noop_interval, self.connection.heard
+        if self._asked > heard:
+            if now - self._asked >= interval:
+                log.info("%s: closed, silent for %.1f s", self.connection.peer, now - heard)
+                self.node.counters.dead_peers += 1
+                self.connection.abort()
+        elif now - heard >= interval:
             self._asked = now
             self.say((self.dialect or UPR).encode(Noop(opaque=0)))
 

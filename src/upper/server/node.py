@@ -169,7 +169,13 @@ class Node:
             self._emptied.set()
 
     def _tick(self) -> None:
-        self.clock_now = now = self.loop.time()
+        before, self.clock_now = self.clock_now, self.loop.time()
+        self._ticker = self.loop.call_later(TICK, self._tick)
+        if self.clock_now - before < 4 * TICK:  # else the node itself was away, and reads first what came
+            self._look_after_the_silent(self.clock_now)
+        self._forget_tap_sessions(self.clock_now)
+
+    def _look_after_the_silent(self, now: float) -> None:
         limits = self.settings.limits
         for connection in tuple(self.connections.values()):
             if connection.desk is not None:
@@ -183,8 +189,6 @@ class Node:
             elif limits.idle and now - since > limits.idle:
                 log.info("%s: closed, idle for %.0f s", connection.peer, now - since)
                 connection.abort()
-        self._forget_tap_sessions(now)
-        self._ticker = self.loop.call_later(TICK, self._tick)
 
     # ── Commits ───────────────────────────────────────────────────────────────────────────────────
 
