@@ -98,6 +98,7 @@ class ValueTooLarge(Refused):
 
 class InvalidArguments(Refused):
     status = 0x04
+    exit_code = 2  # whoever says so, a node or this side: it is the input that must change
 
 
 class NotStored(Refused):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 import upper
 import upper.aio
 from tests.nodes import Node
+from upper.client.async_feed import Feed
 from upper.client.bucket import Bucket
+from upper.client.feed import Feed as BlockingFeed
 from upper.errors import KeyNotFound, TimedOut, Unreachable
 from upper.model.values import Cas, Seqno
 
@@ -42,6 +45,46 @@ def test_every_public_call_of_one_bucket_is_one_of_the_other() -> None:
     blocking = {name for name in dir(Bucket) if not name.startswith("_")}
     awaited = {name for name in dir(upper.aio.Bucket) if not name.startswith("_")}
     assert blocking - awaited == set()
+    feed = {name for name in dir(BlockingFeed) if not name.startswith("_")}
+    assert feed - {name for name in dir(Feed) if not name.startswith("_")} == {"close"}, "it is aclose there"
+    connects = (signature(upper.connect).parameters, signature(upper.aio.connect).parameters)
+    assert list(connects[0]) == list(connects[1])
+
+
+def test_whoever_stops_waiting_for_the_next_change_misses_none(shared_node: Node, bucket: Bucket) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it, it.changes(since="now") as feed:
+            seen: list[bytes] = []
+            for number in range(40):
+                if number % 4 == 0:
+                    await it.set(f"k{number}", "x")
+                try:
+                    event = await asyncio.wait_for(anext(feed), 0.001 if number % 2 else 0.05)
+                except TimeoutError:
+                    continue
+                if isinstance(event, upper.Mutation):
+                    seen.append(event.key)
+            while len(seen) < 10:
+                event = await asyncio.wait_for(anext(feed), 20)
+                if isinstance(event, upper.Mutation):
+                    seen.append(event.key)
+            assert sorted(seen) == sorted(b"k%d" % number for number in range(0, 40, 4))
+            assert feed.bytes_received > 0
+
+    asyncio.run(main())
+
+
+def test_a_node_may_be_waited_for(node: Node) -> None:
+    async def main() -> None:
+        node.stop()
+        waiting = asyncio.create_task(upper.aio.connect(node.url, patience=30).__aenter__())
+        assert (await asyncio.wait({waiting}, timeout=0.3))[1] == {waiting}
+        await asyncio.to_thread(node.restart)
+        bucket = await waiting
+        assert await bucket.seqnos()
+        await bucket.close()
+
+    asyncio.run(main())
 
 
 def test_calls_of_many_tasks_do_not_mix(shared_node: Node, bucket: Bucket) -> None:

@@ -97,6 +97,9 @@ def top_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `upper` with these arguments (the command line's, by default); the result is the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Where somebody has closed them Python has none, and nobody is to trip over that.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # for as long as we run
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a key that the terminal cannot show is no failure
     try:

@@ -55,12 +55,9 @@ class Feed(Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        if self._made is None:
-            made = await self._home.plan(self._wanted)
-            self._made = Reader(made, self._wanted, Columns(made.follower) if self._columns else Typed(made))
         if self._closed:
             raise StopAsyncIteration
-        reader = self._made
+        reader = self._made or await self._begin()
         reader.asked_on(time.monotonic())
         while True:
             try:
@@ -83,6 +80,11 @@ class Feed(Generic[T]):
                 raise StopAsyncIteration
             await self._turn()
 
+    async def _begin(self) -> Reader[Any]:
+        made = await self._home.plan(self._wanted)
+        self._made = Reader(made, self._wanted, Columns(made.follower) if self._columns else Typed(made))
+        return self._made
+
     @property
     def _reader(self) -> Reader[Any]:
         if self._made is None:
@@ -92,6 +94,14 @@ class Feed(Generic[T]):
     @property
     def positions(self) -> Positions:
         return self._reader.positions
+
+    @property
+    def bytes_received(self) -> int:
+        return self._reader.follower.bytes_received
+
+    @property
+    def reconnects(self) -> int:
+        return self._reader.follower.reconnects
 
     def acknowledge(self) -> None:
         self._reader.acknowledge()
@@ -110,6 +120,9 @@ class Feed(Generic[T]):
             self._made.save(time.monotonic())
 
     async def __aenter__(self) -> Self:
+        """Begins: "now" is now. Without this, it is when the first item is asked for."""
+        if self._made is None:
+            await self._begin()
         return self
 
     async def __aexit__(

@@ -41,9 +41,14 @@ def connect(
     user: str | None = None,
     password: str | None = None,
     name: str = "upper",
+    patience: float = 0.0,
 ) -> Bucket:
-    """A bucket, for asyncio: `async with connect(URL) as bucket`, or `bucket = await connect(URL)`."""
-    return Bucket(address_of(url, user=user, password=password), timeout=timeout, tls=tls, name=name)
+    """A bucket, for asyncio: `async with connect(URL) as bucket`, or `bucket = await connect(URL)`.
+
+    A node must answer, or this fails; with `patience`, only after so many seconds of trying.
+    """
+    address = address_of(url, user=user, password=password)
+    return Bucket(address, timeout=timeout, tls=tls, name=name, patience=patience)
 
 
 class Bucket:
@@ -56,8 +61,10 @@ class Bucket:
         timeout: float | None = None,
         tls: bool | ssl.SSLContext | None = None,
         name: str = "upper",
+        patience: float = 0.0,
     ) -> None:
         self.address = address
+        self._patience = patience
         self.timeout = timeout_of(timeout, address)
         self.access = Access(address, tls_context(address, tls), address.settings.get("name", name))
         self._commands = Commands(address, random=random.random)
@@ -71,7 +78,8 @@ class Bucket:
         return self.__aenter__().__await__()
 
     async def __aenter__(self) -> Self:
-        await self._run(self._commands.learn())
+        patience = self._patience
+        await self._run(self._commands.patient_learn() if patience else self._commands.learn(), patience)
         return self
 
     async def __aexit__(
@@ -216,10 +224,10 @@ class Bucket:
 
     # ── The driver ────────────────────────────────────────────────────────────────────────────────
 
-    async def _run(self, call: Call[T]) -> T:
+    async def _run(self, call: Call[T], timeout: float = 0.0) -> T:
         async with self._lock:
             try:
-                async with asyncio.timeout(self.timeout):
+                async with asyncio.timeout(timeout or self.timeout):
                     return await self._carry_out(call)
             except TimeoutError:
                 await self.close()  # answers that are still to come would be taken for others
