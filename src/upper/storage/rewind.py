@@ -5,6 +5,7 @@ Only complete snapshots count. Where compaction has passed them all, what is lef
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import TYPE_CHECKING
 
 from upper.model.values import Seqno
@@ -15,6 +16,8 @@ from upper.storage.partition import PartitionStore
 
 if TYPE_CHECKING:
     from upper.storage.bucket import Bucket
+
+_HEAD = Struct(">HI")  # partition and length of the body, at 6 in each packet
 
 
 def as_of(bucket: Bucket, store: PartitionStore, to: Seqno) -> PartitionStore:
@@ -43,7 +46,7 @@ def as_of(bucket: Bucket, store: PartitionStore, to: Seqno) -> PartitionStore:
 
 def _packets(bucket: Bucket, store: PartitionStore, covered: int) -> list[bytes]:
     """Everything that the journal holds of this partition past a batch, in order."""
-    wanted = int(store.id).to_bytes(2, "big")
+    wanted = int(store.id)
     packets: list[bytes] = []
     for segment in bucket.journal.segments:
         if segment.last <= covered:
@@ -54,8 +57,9 @@ def _packets(bucket: Bucket, store: PartitionStore, covered: int) -> list[bytes]
                 continue
             at = found.start
             while at < found.end:
-                past = records.packet_end(data, at)
-                if data[at + 6 : at + 8] == wanted:
+                partition, body = _HEAD.unpack_from(data, at + 6)
+                past = at + 24 + body
+                if partition == wanted:
                     packets.append(data[at:past])
                 at = past
     return packets
