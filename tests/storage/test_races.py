@@ -1,0 +1,115 @@
+"""Everything at once: writes, deletions, flushes, rollbacks, purging, a quota and compaction beside the loop.
+
+What a partition must hold at each of its seqnos is remembered, so wherever a rollback leads, what is found
+there can be compared; and so can what is found after the bucket was closed, or left in a hurry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Say
+from tests.storage.conftest import Open, Wall
+from upper.model.values import Seqno
+from upper.storage import Bucket, PartitionStore, StorageSettings
+from upper.storage.check import check
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+
+KEYS = [b"key%d" % n for n in range(30)]
+Held = dict[bytes, bytes]
+
+
+class Histories:
+    """What each partition held after each seqno; the list of a partition is as long as its history."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.held: list[list[Held]] = [[{}] for _ in bucket.partitions]
+        self.rolled_back = self.to_zero = 0
+
+    def now(self, store: PartitionStore) -> Held:
+        return dict(self.held[store.id][-1])
+
+    def became(self, store: PartitionStore, held: Held) -> None:
+        self.held[store.id].append(held)
+        assert store.high == len(self.held[store.id]) - 1
+
+    def went_back(self, store: PartitionStore, reached: Seqno) -> None:
+        del self.held[store.id][reached + 1 :]
+        self.rolled_back += 1
+        self.to_zero += reached == 0
+
+    def verify(self, bucket: Bucket) -> None:
+        for store, history in zip(bucket.partitions, self.held, strict=True):
+            assert store.high == len(history) - 1
+            found = {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
+            assert found == history[-1]
+            seqnos = [
+                int.from_bytes(record[24:32], "big") for record in store.changes_after(Seqno(0)).records()
+            ]
+            assert seqnos == sorted(set(seqnos))
+
+
+def step(store: PartitionStore, histories: Histories, chance: random.Random) -> None:
+    """Something happens to a partition."""
+    held, key = histories.now(store), chance.choice(KEYS)
+    match chance.choices(("write", "delete", "flush", "back"), (80, 20, 1, 2))[0]:
+        case "write":
+            held[key] = b"%d," % store.high * chance.randrange(1, 60)
+            store.write(key, held[key])
+            histories.became(store, held)
+        case "delete" if key in held:
+            del held[key]
+            store.delete(key)
+            histories.became(store, held)
+        case "flush":
+            store.flush()
+            histories.became(store, {})
+        case "back":
+            to = Seqno(max(0, store.high - chance.randrange(40)))
+            reached = store.rollback(to)
+            assert reached <= to
+            histories.went_back(store, reached)
+
+
+async def live(bucket: Bucket, histories: Histories, chance: random.Random, wall: Wall) -> None:
+    bucket.attach(asyncio.get_running_loop())
+    for _ in range(60):
+        for _ in range(chance.randrange(1, 30)):
+            step(chance.choice(bucket.partitions), histories, chance)
+        wall.now += chance.random()
+        if chance.random() < 0.8:
+            await bucket.saved()
+        else:
+            await asyncio.sleep(0)
+    await bucket.saved()
+
+
+@pytest.mark.parametrize("quota", [None, 3000])
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
+    opened: Open, directory: Path, wall: Wall, seed: int, quota: int | None, say: Say
+) -> None:
+    chance = random.Random(seed)
+    settings = StorageSettings(
+        segment_size=2048, disk_floor=8192, sweep_every=0.001, purge_age=20, memory_quota=quota
+    )
+    bucket = opened(settings)
+    histories = Histories(bucket)
+    runs = 0
+    for turn in range(6):
+        asyncio.run(live(bucket, histories, chance, wall))
+        histories.verify(bucket)
+        runs += bucket.rewriter.runs
+        (bucket.abandon if turn % 2 else bucket.close)()
+        assert list(check(directory)) == []
+        bucket = opened(settings)
+        assert not bucket.opening.branched
+        histories.verify(bucket)
+    assert runs
+    assert histories.rolled_back > histories.to_zero
+    say(f"{histories.rolled_back} rollbacks, {histories.to_zero} of them to zero, among {runs} rewritings")
