@@ -169,6 +169,25 @@ def test_in_manual_mode_only_the_application_acknowledges(bucket: Bucket, tmp_pa
     assert saved[Partition(3)].seqno == bucket.seqnos()[Partition(3)]
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_snapshot_larger_than_the_window_is_no_trap_for_who_acknowledges_it_whole(
+    node: Node, tmp_path: Path, bulk: bool
+) -> None:
+    checkpoint = upper.Checkpoint(tmp_path / "here.json")
+    with upper.connect(node.url) as bucket:
+        bucket.set_many((f"k{n}", bytes(2000)) for n in range(1000))
+        settings = FollowSettings(window=64 * 1024)
+        wanted: dict[str, Any] = {"since": checkpoint, "settings": settings, "acknowledge": "manual"}
+        follow = bucket.changes_arrow if bulk else bucket.changes
+        feed: Feed[Any] = follow(until="now", on_rollback="continue", **wanted)
+        stuck = threading.Timer(30, feed.close)
+        stuck.start()
+        seen = sum(item.num_rows if bulk else item.operation == "mutation" for item in feed)
+        stuck.cancel()
+        assert seen == 1000
+        assert checkpoint.load() is None, "nobody has acknowledged anything"
+
+
 def test_a_checkpoint_of_something_else_is_refused(bucket: Bucket, tmp_path: Path) -> None:
     other = upper.Checkpoint(tmp_path / "other.json")
     other.save(upper.Positions({}, bucket="carts"))

@@ -23,7 +23,7 @@ from upper.client.reader import Reader
 from upper.client.routes import Routes
 from upper.client.sockets import Access, Line, open_socket
 from upper.client.url import Node
-from upper.errors import Busy, TemporaryFailure, TimedOut, Unreachable
+from upper.errors import Busy, TemporaryFailure, TimedOut, Unreachable, UpperError
 
 T = TypeVar("T")
 READ = 1 << 20  # bytes asked of a socket at once
@@ -99,7 +99,8 @@ class Feed(Generic[T]):
             except BaseException:
                 # Ctrl-C, perhaps with bytes in hand: a new connection has them all.
                 for node in list(self._lines):
-                    self._lost(node, "interrupted")
+                    with suppress(UpperError):  # what a lost connection means besides is not the news here
+                        self._lost(node, "interrupted")
                 raise
         self._inside = None
         self.close()

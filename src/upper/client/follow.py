@@ -71,6 +71,8 @@ class Wire:
 class Follower:
     """Follows partitions wherever they are."""
 
+    remembers = False  # whether the node sends nothing again that was acknowledged to it
+
     def __init__(
         self,
         lanes: Iterable[Lane],

@@ -1,8 +1,9 @@
 """Between a follower and an application: what has been handed over, acknowledged and saved.
 
 Whoever asks for the next item is through with the last one; so bytes are acknowledged to the node, and places
-are kept, as the application goes. In manual mode only `acknowledge` says so. What is saved is always the end
-of a snapshot that the application is through with. The drivers bring bytes and time; nothing here waits.
+are kept, as the application goes. In manual mode places are kept when `acknowledge` says so. What is saved is
+always the end of a snapshot that the application is through with. The drivers bring bytes and time; nothing
+here waits.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Reader(Generic[T]):
             if self.wanted.acknowledge == "automatic":
                 # It is waiting for us, so it is through with all it has.
                 self.acknowledge()
+            if not self._holds_back:
                 self._pay()
             return None
         self._note(self._decoder.touched(item))
@@ -154,8 +156,17 @@ class Reader(Generic[T]):
                 self._acknowledged[partition] = lanes[partition].known
             self._touched.clear()
             self._dirty = True
-        if self.wanted.acknowledge == "manual":
+        if self._holds_back:
             self._pay()
+
+    @property
+    def _holds_back(self) -> bool:
+        """Whether bytes are acknowledged to the node only when the application acknowledges the changes.
+
+        Only where the node would otherwise not send them again. Elsewhere that would be a trap: whoever waits
+        for the end of a snapshot that is larger than the window would wait for ever.
+        """
+        return self.wanted.acknowledge == "manual" and self.follower.remembers
 
     def _pay(self) -> None:
         for node, size in self._owed.items():

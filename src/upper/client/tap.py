@@ -45,6 +45,8 @@ OPCODES: dict[type[object], int] = {
 class TapFollower(Follower):
     """The follower, where one request opens everything."""
 
+    remembers = True
+
     def __init__(
         self, *args: Any, name: str, only_new: bool, dump: bool, keys_only: bool, **more: Any
     ) -> None:
