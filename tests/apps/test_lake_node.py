@@ -237,6 +237,44 @@ def test_a_lake_is_held_by_one_at_a_time(following: Following) -> None:
         pass
 
 
+def test_a_lake_is_made_where_nothing_is_in_the_way(following: Following, node: Node, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for place in ("file", "file/below"):
+        with pytest.raises(InvalidArguments, match="a lake is a directory"), held(tmp_path / place):
+            pass
+    # Whoever sweeps that table would sweep the lake away.
+    with pytest.raises(InvalidArguments, match="is a Delta table"), held(following.lake.root / CHANGES):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--groups", "0"], "'0' is not a number from 1 up"),
+        (["--groups", "17"], "16 partitions form 1 to 16 groups, not 17"),
+        (["--conf", "spark.foo"], "'spark.foo' is not NAME=VALUE"),
+        (["--py-files", "nowhere.whl"], "there is no file nowhere.whl"),
+        (["--master", "nonsense"], "Spark has no master 'nonsense'"),
+        (["--every", "soon"], "'soon' is not a span of time"),
+    ],
+)
+def test_a_sync_that_cannot_be_meant_is_refused_in_a_sentence(
+    options: list[str], told: str, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["sync", node.url, str(tmp_path / "new"), *options])
+    except SystemExit as ended:  # argparse
+        code = int(ended.code or 0)
+    assert code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_an_address_is_not_taken_for_a_directory(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sync", node.url, "s3://bucket/lake", "--once"])
+    assert "a lake is a directory that all workers see" in capsys.readouterr().err
+
+
 def test_of_two_drivers_without_a_common_lock_one_loses(
     following: Following, node: Node, bucket: Any
 ) -> None:

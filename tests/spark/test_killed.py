@@ -7,6 +7,7 @@ ends with the same lake.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -65,6 +66,20 @@ def test_a_driver_killed_between_two_commits_leaves_a_lake_that_the_next_one_com
     assert pond.rows(LOST) == lost
     assert not pond.rows(CHANGES) & lost
     assert Lake(pond.root).latest.stand == Lake(pond.root).changes.stand
+
+
+def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_in_silence(pond: Pond, bucket: Any) -> None:
+    """The signal goes to the whole group of processes, as from a terminal: Spark and its workers get it too."""
+    bucket.set_many({f"k{i}": b"one" * 400 for i in range(20_000)})
+    process = driver(pond, "--once", "--groups", "4")
+    while process.poll() is None and not data_files(pond):
+        pass
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=240)
+    assert (process.returncode, said) == (130, b"")
+    pond.sync()
+    pond.check()
+    assert len(pond.rows(CHANGES)) == 20_000
 
 
 def test_after_a_kill_verify_as_a_command_says_yes(pond: Pond, bucket: Any) -> None:

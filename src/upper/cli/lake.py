@@ -108,7 +108,7 @@ def _work(args: Namespace, lake: object, out: Output) -> None:
     from upper.apps.lake.care import compact, refresh, trim
     from upper.apps.lake.home import Lake
     from upper.cli.progress import share_done
-    from upper.spark.session import SparkRunner, start
+    from upper.spark.session import SparkRunner, start, stop
 
     assert isinstance(lake, Lake)
     with share_done(out, "merging files" if args.do == "compact" else "forgetting changes") as watch:
@@ -121,7 +121,7 @@ def _work(args: Namespace, lake: object, out: Output) -> None:
                 refresh(lake, runner)
                 count = trim(lake, runner, older_than=datetime.now(UTC) - timedelta(seconds=args.older_than))
         finally:
-            session.stop()
+            stop(session)
     if args.do == "compact":
         out.show({"files": count}, text=f"{count} files fewer")
     else:

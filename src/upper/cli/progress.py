@@ -80,6 +80,8 @@ class SyncProgress:
             self._out.draw(self._line(progress, now))
 
     def _line(self, progress: Progress, now: float) -> str:
+        if progress.doing and not progress.rows:
+            return progress.doing
         self._past = [(when, *rest) for when, *rest in self._past if now - when <= WINDOW]  # type: ignore[misc]
         self._past.append((now, progress.rows, progress.bytes))
         first, last = self._past[0], self._past[-1]
@@ -92,4 +94,4 @@ class SyncProgress:
             f"behind {progress.behind:,} changes, {progress.lag:.1f} s · "
             f"commit {progress.last_commit}, {since}"
         )
-        return f"{line} · {progress.trouble}" if progress.trouble else line
+        return " · ".join(filter(None, (line, progress.doing, progress.trouble)))

@@ -7,7 +7,7 @@ was. Without --once it follows until it is stopped.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from upper.cli.output import ExitCode, Output
@@ -23,7 +23,7 @@ upper sync upr://10.0.0.7/default /shared/lake --master spark://10.0.0.8:7077
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="the bucket, as upr://HOST:PORT/BUCKET")
     parser.add_argument(
-        "lake", metavar="LAKE", type=Path, help="the directory of the lake; made if it is not there"
+        "lake", metavar="LAKE", type=_directory, help="the directory of the lake; made if it is not there"
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--groups",
-        type=int,
+        type=_groups,
         metavar="N",
         help="groups that the files of a new lake form (default 16, at most one a partition)",
     )
@@ -61,6 +61,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--py-files",
         action="append",
+        type=_file,
         default=[],
         metavar="FILE",
         help="send this package or file to Spark's workers",
@@ -68,6 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--conf",
         action="append",
+        type=_setting,
         default=[],
         metavar="NAME=VALUE",
         help="a setting of Spark's; may be repeated",
@@ -86,9 +88,34 @@ def run(args: Namespace, out: Output) -> ExitCode:
         groups=args.groups,
         new_history=args.new_history,
         py_files=tuple(args.py_files),
-        spark=dict(entry.partition("=")[::2] for entry in args.conf),
+        spark=dict(args.conf),
     )
     with SyncProgress(out) as progress:
         summary = follow(args.url, args.lake, settings, tell=progress.tell)
     out.show(summary, text=summary.sentence())
     return ExitCode.OK
+
+
+def _directory(text: str) -> Path:
+    if "://" in text:
+        raise ArgumentTypeError(f"{text!r} is an address; a lake is a directory that all workers see")
+    return Path(text)
+
+
+def _groups(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a number from 1 up")
+    return int(text)
+
+
+def _file(text: str) -> str:
+    if not Path(text).is_file():
+        raise ArgumentTypeError(f"there is no file {text}")
+    return text
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as spark.executor.memory=2g")
+    return name, value

@@ -35,7 +35,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     from upper.apps.lake.verify import verify
     from upper.cli.progress import share_done
     from upper.spark.feed import BucketFeed
-    from upper.spark.session import SparkRunner, start
+    from upper.spark.session import SparkRunner, start, stop
 
     lake = Lake(args.lake)
     with closing(BucketFeed(args.url, name="upper-verify")) as feed:
@@ -45,7 +45,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
             try:
                 verdict = verify(lake, feed, SparkRunner(session, watch=watch))
             finally:
-                session.stop()
+                stop(session)
     if out.as_json:
         out.show(verdict)
     else:

@@ -7,21 +7,24 @@ makes one: few settings, each with its reason, and any `spark.*` setting of the 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from upper.errors import UpperError
+from upper.errors import InvalidArguments, UpperError
 from upper.spark import java
 
 T = TypeVar("T")
@@ -32,6 +35,10 @@ class WorkFailed(UpperError):
     """A task failed on Spark's workers as often as Spark tries."""
 
 
+class NoSpark(UpperError):
+    """There is no Spark to work on: it did not start, or it has ended."""
+
+
 def start(
     *,
     app: str,
@@ -40,6 +47,8 @@ def start(
     py_files: Sequence[str] = (),
 ) -> SparkSession:
     """A session; `master` is `local[*]`, or the address of a cluster."""
+    if not re.match(r"local(\[[^]]+\])?$|(spark|k8s)://.|yarn$", master):
+        raise InvalidArguments(f"Spark has no master {master!r}; name one as local[*] or spark://HOST:PORT")
     java.ensure()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     local = master.startswith("local")
@@ -60,14 +69,31 @@ def start(
     builder = SparkSession.builder.appName(app).master(patient(master))
     for name, value in {**conf, **(settings or {})}.items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    for file in py_files:
-        session.sparkContext.addPyFile(file)
+    # What Spark's bridge logs about a call that was interrupted is for those who debug the bridge.
+    logging.getLogger("py4j").setLevel(logging.CRITICAL)
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        session = builder.getOrCreate()
+        for file in py_files:
+            session.sparkContext.addPyFile(file)
+    except (Py4JError, PySparkException, ConnectionError) as error:
+        raise NoSpark(f"Spark does not start with the master {master!r}: {_cause(error)}") from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, interrupt)  # Spark has put its own there
     return session
 
 
+def stop(session: SparkSession) -> None:
+    """End a session, also one whose Java has gone before us."""
+    with suppress(Py4JError, ConnectionError):
+        session.stop()
+
+
 def _quiet() -> str:
-    """Settings of Java's logging that let errors through; without, Spark says ten lines at every start."""
+    """Settings of Java's logging that let errors through; without, Spark says ten lines at every start.
+
+    A task that fails is tried again and told of once it is given up, so executors need not tell of each try.
+    """
     descriptor, path = tempfile.mkstemp(prefix="upper-", suffix=".properties")
     with open(descriptor, "w") as file:
         file.write(QUIET)
@@ -80,6 +106,8 @@ rootLogger.level = error
 rootLogger.appenderRef.stderr.ref = console
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
+logger.executor.name = org.apache.spark.executor.Executor
+logger.executor.level = off
 appender.console.type = Console
 appender.console.name = console
 appender.console.target = SYSTEM_ERR
@@ -110,7 +138,11 @@ class SparkRunner:
             return []
         try:
             with self._watched(len(tasks)):
-                answers: list[Any] = self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
+                answers: list[Any] = aside(
+                    lambda: self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
+                )
+        except (Py4JNetworkError, ConnectionError) as error:
+            raise NoSpark("Spark has ended in the middle of the work; start again") from error
         except (Py4JError, PySparkException) as error:
             raise WorkFailed(f"the work failed on Spark's workers: {_cause(error)}") from error
         for answer in answers:
@@ -137,7 +169,20 @@ class SparkRunner:
         finally:
             over.set()
             looking.join()
-        watch(1.0)
+
+
+def aside(work: Callable[[], T]) -> T:
+    """Do it in another thread and wait here: Ctrl-C then ends the waiting, and tears no call apart."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (it goes to whoever waits)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="spark-job", daemon=True).start()
+    return answer.result()
 
 
 class _Failed:
@@ -148,6 +193,9 @@ class _Failed:
 
 
 def _done(task: Callable[[], T]) -> T | _Failed:
+    # Ctrl-C goes to every process on a terminal. It is the driver that decides what becomes of the work.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return task()
     except UpperError as error:

@@ -21,11 +21,12 @@ from upper.apps.lake.schema import DEFAULT_GROUPS, Layout
 from upper.apps.lake.sync import Batch, Sync
 from upper.errors import InvalidArguments, Unreachable
 from upper.spark.feed import BucketFeed
-from upper.spark.session import SparkRunner, WorkFailed, start
+from upper.spark.session import NoSpark, SparkRunner, WorkFailed, start, stop
 
 log = logging.getLogger(__name__)
 
 MOST_ROUNDS = 20  # of --once, while histories keep moving under it
+LIVE_PATIENCE = 5.0  # seconds that a round tries to reach a node
 CROWDED = 24  # small files of a group that are merged along the way
 
 
@@ -56,6 +57,7 @@ class Progress:
     seconds: float = 0.0  # since the start
     last_commit: int = 0
     trouble: str = ""
+    doing: str = ""  # what takes a while at the moment
 
     def sentence(self) -> str:
         """The summary."""
@@ -74,25 +76,41 @@ Tell = Callable[[Progress, Batch | None], None]
 
 def follow(url: str, root: Path, settings: FollowSettings, *, tell: Tell = lambda *_: None) -> Progress:
     """Sync until done (`once`) or until the process is told to stop."""
+    progress = Progress()
+
+    def doing(what: str) -> None:
+        progress.doing = what
+        tell(progress, None)
+
     with held(root), closing(BucketFeed(url, patience=settings.patience, name="upper-sync")) as feed:
+        doing("waiting for the bucket")
         partitions = feed.bucket.partitions
-        groups = settings.groups or min(DEFAULT_GROUPS, partitions)
+        groups = min(DEFAULT_GROUPS, partitions) if settings.groups is None else settings.groups
         if not 1 <= groups <= partitions:
             raise InvalidArguments(f"{partitions} partitions form 1 to {partitions} groups, not {groups}")
-        layout = Layout(feed.bucket.address.bucket, partitions, groups)
-        lake = Lake.create(root, layout)
+        lake = Lake.create(root, Layout(feed.bucket.address.bucket, partitions, groups))
+        if not settings.once:
+            # The rounds are what tries again, and somebody who says stop should not wait for a node.
+            feed.close()
+            feed.patience = min(LIVE_PATIENCE, feed.patience)
+        doing("starting Spark")
         session = start(
             app="upper sync", master=settings.master, settings=settings.spark, py_files=settings.py_files
         )
         try:
-            sync = Sync(lake, feed, SparkRunner(session), new_history=settings.new_history)
-            return _once(sync, tell) if settings.once else _forever(sync, settings, tell)
+            runner = SparkRunner(
+                session, watch=lambda share: doing(f"working, {share:.0%} of the tasks done")
+            )
+            sync = Sync(lake, feed, runner, new_history=settings.new_history)
+            progress.last_commit = lake.changes.stand.batch
+            doing("reading")
+            return _once(sync, progress, tell) if settings.once else _forever(sync, progress, settings, tell)
         finally:
-            session.stop()
+            stop(session)
 
 
-def _once(sync: Sync, tell: Tell) -> Progress:
-    began, progress = time.monotonic(), Progress()
+def _once(sync: Sync, progress: Progress, tell: Tell) -> Progress:
+    began = time.monotonic()
     for _ in range(MOST_ROUNDS):
         batch = sync.round()
         _add(progress, batch, began)
@@ -101,15 +119,14 @@ def _once(sync: Sync, tell: Tell) -> Progress:
             break
     sync.refresh()
     progress.seconds = time.monotonic() - began
-    progress.last_commit = sync.lake.changes.stand.batch
     return progress
 
 
-def _forever(sync: Sync, settings: FollowSettings, tell: Tell) -> Progress:
-    began, progress = time.monotonic(), Progress(last_commit=sync.lake.changes.stand.batch)
+def _forever(sync: Sync, progress: Progress, settings: FollowSettings, tell: Tell) -> Progress:
+    began = time.monotonic()
     refreshed = float("-inf")
-    stop = _stop_signals()
-    while not stop.is_set():
+    told_to_stop = _stop_signals()
+    while not told_to_stop.is_set():
         turn = time.monotonic()
         batch = None
         try:
@@ -121,13 +138,21 @@ def _forever(sync: Sync, settings: FollowSettings, tell: Tell) -> Progress:
                 compact(sync.lake, sync.runner, crowded=CROWDED)
                 refreshed = time.monotonic()
         except (Unreachable, WorkFailed) as error:
-            log.warning("sync: %s; trying again", error)
+            if progress.trouble != str(error):
+                log.warning("sync: %s; trying again", error)
             progress.trouble = str(error)
             sync.feed.close()
+        except NoSpark:
+            # Whoever ends a whole group of processes ends Spark with us.
+            if not told_to_stop.is_set():
+                raise
         progress.seconds = time.monotonic() - began
         tell(progress, batch)
-        stop.wait(max(0.0, turn + settings.every - time.monotonic()))
-    sync.refresh()
+        told_to_stop.wait(max(0.0, turn + settings.every - time.monotonic()))
+    try:
+        sync.refresh()
+    except (Unreachable, WorkFailed, NoSpark) as error:
+        log.warning("sync: `latest` was not brought up to now, the next sync does it: %s", error)
     progress.seconds = time.monotonic() - began
     return progress
 
@@ -141,13 +166,23 @@ def _add(progress: Progress, batch: Batch, began: float) -> None:
     progress.behind = batch.behind
     progress.lag = batch.seconds if batch.behind else 0.0
     progress.last_commit = batch.number or progress.last_commit
+    progress.doing = ""
     progress.seconds = time.monotonic() - began
 
 
 def _stop_signals() -> threading.Event:
-    """Set by SIGTERM and SIGINT: the round under way is finished, `latest` brought up, and then it ends."""
-    stop = threading.Event()
+    """Set by SIGTERM and SIGINT: the round under way is finished, `latest` brought up, and then it ends.
+
+    A second Ctrl-C does not wait: what is not committed then was never there.
+    """
+    stopping = threading.Event()
+
+    def stop_now(number: int, _: object) -> None:
+        stopping.set()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-    return stop
+            signal.signal(number, stop_now)
+    return stopping

@@ -22,11 +22,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deltalake import DeltaTable
+
 from upper.apps.lake.files import DataFile
 from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
 from upper.apps.lake.stand import Stand
 from upper.apps.lake.tables import LakeTable, exists
-from upper.errors import BadCheckpoint, DirectoryInUse
+from upper.errors import BadCheckpoint, DirectoryInUse, InvalidArguments
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,15 @@ def held(root: Path) -> Iterator[None]:
 
     On a file system without locks, or from two machines, the second commit of a step fails instead.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise InvalidArguments(f"{root} is in the way: a lake is a directory; choose another place") from None
+    if DeltaTable.is_deltatable(str(root)):
+        # Its own VACUUM would take our files for its rubbish.
+        raise InvalidArguments(
+            f"{root} is a Delta table, and a lake has three of its own; choose another place"
+        )
     descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
