@@ -73,7 +73,10 @@ def marked():
                 yield int(pid)
         except OSError:
             pass
-while left := list(marked()):
+quiet = 0  # a process that is just becoming another one has no environment for a moment
+while quiet < 3:
+    left = list(marked())
+    quiet = 0 if left else quiet + 1
     for pid in left:
         try:
             os.kill(pid, signal.SIGKILL)

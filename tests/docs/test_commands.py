@@ -160,7 +160,8 @@ def test_a_command_that_would_go_on_is_interrupted_once_its_output_is_there(tmp_
 def test_what_runs_in_the_background_ends_with_the_page(tmp_path: Path) -> None:
     with Shell(tmp_path) as shell:
         shell.take(Step(1, "sleep 1000 &"))
-        assert len(shell.running()) == 2
+        while len(shell.running()) < 2:
+            pass
     assert shell.running() == []
 
 
@@ -173,7 +174,10 @@ def test_what_a_page_started_ends_though_its_reader_was_killed(tmp_path: Path) -
         shell = Shell(Path({str(tmp_path)!r}))
         shell.take(Step(1, "sleep 1000 &"))
         shell.take(Step(2, "setsid sleep 1000 &"))  # a daemon leaves the session; Spark starts such
-        while len(started := shell.running()) < 3:  # the shell, and two that sleep
+        def asleep():
+            names = [(pid, Path(f"/proc/{{pid}}/comm")) for pid in shell.running()]
+            return [pid for pid, name in names if name.exists() and name.read_text() == "sleep\\n"]
+        while len(started := asleep()) < 2:
             pass
         print(*started, flush=True)
         sys.stdin.read()
@@ -182,7 +186,7 @@ def test_what_a_page_started_ends_though_its_reader_was_killed(tmp_path: Path) -
     with subprocess.Popen([sys.executable, "-c", reader], stdin=pipe, stdout=pipe, cwd=TOP) as process:
         assert process.stdout is not None
         started = list(map(int, process.stdout.readline().split()))
-        assert sum(map(alive, started)) >= 3
+        assert sum(map(alive, started)) == 2
         process.kill()
     deadline = time.monotonic() + 30
     while any(map(alive, started)):
