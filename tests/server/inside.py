@@ -6,6 +6,7 @@ For what cannot be arranged from outside: a disk that waits, limits that have no
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -24,11 +25,14 @@ class Held(Disk):
         self.released = threading.Event()
         self.released.set()
         self.waiting = threading.Event()
+        self.broken = False
 
     def fdatasync(self, fd: int) -> None:
         if not self.released.is_set():
             self.waiting.set()
             assert self.released.wait(30)
+        if self.broken:
+            raise OSError(errno.EIO, "the disk is broken")
         super().fdatasync(fd)
 
     def hold(self) -> None:

@@ -13,15 +13,18 @@ import os
 import random
 import threading
 import time
+from abc import abstractmethod
 
 import pytest
 
 from tests.nodes import Node
 from tests.server.talk import Peer
 from upper.model.messages import (
+    Acknowledged,
     BufferAck,
     Deletion,
     Flush,
+    Message,
     Mutation,
     Refusal,
     RollbackRequired,
@@ -32,9 +35,11 @@ from upper.model.messages import (
     StreamAccepted,
     StreamEnd,
     StreamFlag,
+    TapConnect,
 )
 from upper.model.values import Partition
 from upper.wire.codes import Opcode, Status
+from upper.wire.tap import TAP
 
 PARTITIONS = 2
 KEYS = [prefix + b"%d" % number for prefix in (b"user:", b"order:") for number in range(20)]
@@ -92,17 +97,33 @@ class Copy:
                 self.back_to(self.seqno)  # what came of an unfinished snapshot is no place to stand
 
 
-class Consumer(threading.Thread):
+class Follower(threading.Thread):
+    """Somebody who follows until the last change, in a thread of their own."""
+
+    def __init__(self, node: Node, seed: str) -> None:
+        super().__init__(daemon=True)
+        self.node, self.chance = node, random.Random(seed)
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.follow()
+        except BaseException as error:  # noqa: BLE001  told to the test
+            self.failure = error
+
+    @abstractmethod
+    def follow(self) -> None: ...
+
+
+class Consumer(Follower):
     """Follows every partition, now and then badly."""
 
     def __init__(self, node: Node, seed: str) -> None:
-        super().__init__()
-        self.node, self.chance = node, random.Random(seed)
+        super().__init__(node, seed)
         self.prefix = self.chance.choice((b"", b"", b"user:"))
         self.window = self.chance.choice((0, 0, 100, 3000, 200_000))
         self.copies = [Copy(partition) for partition in range(PARTITIONS)]
         self.wanted: list[int] | None = None  # seqnos, once nothing changes any more
-        self.failure: BaseException | None = None
 
     @property
     def done(self) -> bool:
@@ -111,15 +132,12 @@ class Consumer(threading.Thread):
             for copy, high in zip(self.copies, self.wanted, strict=True)
         )
 
-    def run(self) -> None:
-        try:
-            while not self.done:
-                with Peer(self.node, timeout=0.2) as peer:
-                    self._follow(peer)
-                for copy in self.copies:
-                    copy.back_to(copy.seqno)
-        except BaseException as error:  # noqa: BLE001  told to the test
-            self.failure = error
+    def follow(self) -> None:
+        while not self.done:
+            with Peer(self.node, timeout=0.2) as peer:
+                self._follow(peer)
+            for copy in self.copies:
+                copy.back_to(copy.seqno)
 
     def _follow(self, peer: Peer) -> None:
         peer.socket.settimeout(20)
@@ -158,7 +176,7 @@ class Consumer(threading.Thread):
             case RollbackRequired(seqno=seqno):
                 copy.back_to(seqno)
             case _:
-                assert answer.status == Status.NOT_MY_VBUCKET, answer  # type: ignore[union-attr]
+                assert getattr(answer, "status", None) == Status.NOT_MY_VBUCKET, answer
 
     def _hear(self, peer: Peer) -> None:
         try:
@@ -176,6 +194,57 @@ class Consumer(threading.Thread):
             peer.send(BufferAck(size=size))
 
 
+class TapConsumer(Follower):
+    """A TAP client that keeps what it has while the node remembers it by name, and else begins empty."""
+
+    def __init__(self, node: Node, seed: str) -> None:
+        super().__init__(node, seed)
+        self.name_there = self.chance.choice((b"", b"tap " + seed.encode()))
+        self.items: list[dict[bytes, bytes]] = [{} for _ in range(PARTITIONS)]
+        self.finish = False  # once nothing changes any more
+
+    @property
+    def done(self) -> bool:
+        return self.finish and all(items.get(b"user:last") for items in self.items)
+
+    def follow(self) -> None:
+        while not self.done:
+            with Peer(self.node, TAP, timeout=0.2) as peer:
+                self._follow(peer)
+            if not self.name_there and not self.done:
+                self.items = [{} for _ in range(PARTITIONS)]
+
+    def _follow(self, peer: Peer) -> None:
+        listed = tuple(map(Partition, range(PARTITIONS)))
+        peer.send(TapConnect(name=self.name_there, support_ack=bool(self.name_there), partitions=listed))
+        while not self.done:
+            try:
+                messages = peer.receive()
+            except TimeoutError:
+                continue
+            except (EOFError, ConnectionError):
+                return  # a partition left
+            for message in messages:
+                if isinstance(message, Refusal):
+                    assert message.status == Status.NOT_MY_VBUCKET, message
+                    return
+                self._hear(peer, message)
+            if not self.finish and self.chance.random() < 0.02:
+                return
+
+    def _hear(self, peer: Peer, message: Message) -> None:
+        match message:
+            case Mutation(partition=partition, key=key, value=value):
+                self.items[partition][key] = value
+            case Deletion(partition=partition, key=key):
+                self.items[partition].pop(key, None)
+            case Flush(partition=partition):
+                self.items[partition].clear()
+        if getattr(message, "request_ack", False):
+            peer.send(Acknowledged(opcode=OPCODES[type(message)], opaque=message.opaque))
+
+
+OPCODES: dict[type, int] = {Mutation: 0x41, Deletion: 0x42, Flush: 0x43}
 SIZES = {
     "StreamStart": 24, "SnapshotMarker": 24, "SnapshotEnd": 24, "Mutation": 52, "Deletion": 40,
     "Expiration": 40, "Flush": 24, "StreamEnd": 28, "SeqnoAdvanced": 32,
@@ -205,35 +274,48 @@ def _disturb(peer: Peer, chance: random.Random) -> None:
         peer.ask(Opcode.FLUSH)
 
 
+def _held(peer: Peer, partition: int) -> dict[bytes, bytes]:
+    answers = {key: peer.get(key, partition=partition) for key in (*KEYS, b"user:last")}
+    return {key: answer.value for key, answer in answers.items() if answer.status == 0}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_whoever_obeys_ends_equal_to_the_node(node: Node) -> None:
     seed = os.environ.get("UPPER_COPIES_SEED") or str(random.SystemRandom().getrandbits(32))
     print(f"UPPER_COPIES_SEED={seed} repeats the choices")  # noqa: T201
     consumers = [Consumer(node, f"{seed} {number}") for number in range(8)]
-    for consumer in consumers:
-        consumer.start()
+    old = [TapConsumer(node, f"{seed} {number}") for number in range(4)]
+    everybody: list[Follower] = [*consumers, *old]
+    for one in everybody:
+        one.start()
     chance = random.Random(seed)
     deadline = time.monotonic() + float(os.environ.get("UPPER_COPIES_SECONDS", "8"))
     with Peer(node, None, timeout=30) as peer:
-        while time.monotonic() < deadline and not any(consumer.failure for consumer in consumers):
+        while time.monotonic() < deadline and not any(one.failure for one in everybody):
             _disturb(peer, chance)
         highs = []
         for partition in range(PARTITIONS):
             peer.set(b"user:last", b"of all", partition=partition)
             rows = peer.stats(f"vbucket-details {partition}")
             highs.append(int(rows[f"vb_{partition}:high_seqno"]))
-        held = [{key: peer.get(key, partition=p) for key in KEYS} for p in range(PARTITIONS)]
+        held = [_held(peer, partition) for partition in range(PARTITIONS)]
     for consumer in consumers:
         consumer.wanted = highs
+    for client in old:
+        client.finish = True
+    for one in everybody:
+        one.join(60)
+        if one.failure is not None:
+            raise AssertionError(f"seed {seed}") from one.failure
     for consumer in consumers:
-        consumer.join(60)
-        if consumer.failure is not None:
-            raise AssertionError(f"seed {seed}") from consumer.failure
         stands = [(copy.seqno, copy.open, copy.inside) for copy in consumer.copies]
         assert not consumer.is_alive(), f"seed {seed}: {stands} of {highs}, window {consumer.window}"
-        for copy, answers in zip(consumer.copies, held, strict=True):
-            expected = {key: got.value for key, got in answers.items() if not got.status}
-            expected = {key: value for key, value in expected.items() if key.startswith(consumer.prefix)}
-            assert copy.items == {**expected, b"user:last": b"of all"}, f"seed {seed}"
+        for copy, items in zip(consumer.copies, held, strict=True):
+            assert copy.items == {k: v for k, v in items.items() if k.startswith(consumer.prefix)}, (
+                f"seed {seed}"
+            )
+    for client in old:
+        assert not client.is_alive(), f"seed {seed}: TAP {client.name_there!r} never heard the last change"
+        assert client.items == held, f"seed {seed}: TAP {client.name_there!r}"
     assert "Traceback" not in node.log

@@ -15,10 +15,12 @@ from upper.model.messages import (
     Acknowledged,
     BufferAck,
     Deletion,
+    EndReason,
     Flush,
     Message,
     Mutation,
     SetState,
+    StreamEnd,
     StreamFlag,
     TapConnect,
 )
@@ -116,6 +118,25 @@ def test_a_tap_takeover_that_breaks_off_leaves_the_partition_active_here(running
             pass
         running.disk.released.set()
         assert other.set(b"k", b"again").status == 0
+
+
+def test_a_takeover_that_the_disk_refuses_ends_and_the_partition_stays_active(running: Running) -> None:
+    with running.peer() as other, running.peer() as taker, Peer(("127.0.0.1", running.port), TAP) as old:
+        other.set(b"k", b"v")
+        other.set(b"k", b"v", partition=1)
+        running.disk.hold()
+        taker.accepted(flags=StreamFlag.TAKEOVER)
+        assert taker.wait_for(SetState).state is State.PENDING
+        assert running.disk.waiting.wait(10)
+        old.send(TapConnect(takeover=True, partitions=(Partition(1),)))
+        assert old.wait_for(SetState).state is State.PENDING
+        running.disk.broken = True
+        running.disk.released.set()
+        assert taker.wait_for(StreamEnd).reason is EndReason.STATE_CHANGED
+        assert not any(isinstance(message, SetState) for message in old.rest())
+        for partition in (0, 1):
+            assert other.ask(Opcode.GET_VBUCKET_STATE, partition=partition).value == ACTIVE
+            assert other.get(b"k", partition=partition).value == b"v"
 
 
 # ── TAP, where history goes another way ───────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from upper.server.settings import BadSettings, Tls
 
 BACKLOG = 1024  # connections that may wait to be accepted
+HANDSHAKE = 10.0  # seconds that a peer gets to agree on keys; until then no other limit sees it
 
 
 async def listen(
@@ -24,7 +25,10 @@ async def listen(
     context = None if tls is None else server_context(tls)
     bound = bind(host, port)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(factory, sock=bound, ssl=context, backlog=BACKLOG)
+    handshake = None if context is None else HANDSHAKE
+    server = await loop.create_server(
+        factory, sock=bound, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=handshake
+    )
     return server, bound_port(server)
 
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from upper import kernel
 from upper.errors import Busy, NotMyPartition, StorageError
+from upper.history.producing import Sending
 from upper.model.messages import EndReason
 from upper.model.values import BranchId, Seqno, State
 from upper.server import commands
@@ -210,6 +211,12 @@ class Node:
             store = self.bucket.partitions[number]
             self._end_streams(store, None)
             self.hub.reset(store.id)
+        self._map = None
+        for line in self.hub.lines:
+            if any(stream.phase is Sending.CLOSING for stream in line.streams):
+                self._end_streams(line.store, None)  # that it is dead here will never be on disk
+            for other in tuple(self.hub.followers):
+                other.lost(line.store.id)
 
     @property
     def due(self) -> int:
