@@ -69,7 +69,7 @@ def test_a_driver_killed_between_two_commits_leaves_a_lake_that_the_next_one_com
 
 
 def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_in_silence(pond: Pond, bucket: Any) -> None:
-    """The signal goes to the whole group of processes, as from a terminal: Spark and its workers get it too."""
+    """The signal goes to the whole group, as from a terminal: Spark and its workers get it too."""
     bucket.set_many({f"k{i}": b"one" * 400 for i in range(20_000)})
     process = driver(pond, "--once", "--groups", "4")
     while process.poll() is None and not data_files(pond):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
@@ -108,14 +110,19 @@ def _text(value: bytes | None) -> str | None:
 
 
 def _as_json(column: pa.Array, field: pa.Field) -> pa.Array:
-    return pa.array([_fitted(_parsed(value), field.type) for value in column.to_pylist()], field.type)
+    return pa.array([_json(value, field.type) for value in column.to_pylist()], field.type)
 
 
-def _parsed(value: bytes | None) -> Any:
+def _json(value: bytes | None, kind: pa.DataType) -> Any:
+    """A value as JSON of this schema. Anybody may have written it, so whatever it is, it ends no query."""
     try:
-        return None if value is None else json.loads(value)
-    except ValueError:
+        return None if value is None else _fitted(json.loads(value, parse_constant=_refused), kind)
+    except (ValueError, RecursionError):
         return None
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _fitted(value: Any, kind: pa.DataType) -> Any:
@@ -131,10 +138,33 @@ def _fitted(value: Any, kind: pa.DataType) -> Any:
     if pa.types.is_map(kind):
         if not isinstance(value, dict):
             return None
-        return [(key, _fitted(item, kind.item_type)) for key, item in value.items()]
-    if pa.types.is_string(kind) and not isinstance(value, str):
-        return json.dumps(value)
+        fitted = ((_fitted(key, kind.key_type), _fitted(item, kind.item_type)) for key, item in value.items())
+        return [(key, item) for key, item in fitted if key is not None]
     try:
-        return pa.scalar(value, kind).as_py()
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):
+        return pa.scalar(_plain(value, kind), kind).as_py()
+    except (ValueError, TypeError, OverflowError, ArithmeticError, pa.ArrowException):
         return None
+
+
+def _plain(value: Any, kind: pa.DataType) -> Any:
+    """A single value in a Python type that says what the column says; nothing is bent until it fits."""
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else json.dumps(value)
+    if pa.types.is_binary(kind):
+        return value.encode() if isinstance(value, str) else None
+    if pa.types.is_boolean(kind) or isinstance(value, (bool, dict, list)):
+        return value if pa.types.is_boolean(kind) and isinstance(value, bool) else None
+    if pa.types.is_date(kind):
+        return date.fromisoformat(value)
+    if pa.types.is_timestamp(kind):
+        # As Spark reads JSON: text is ISO 8601, a number is seconds.
+        at = datetime.fromisoformat(value) if isinstance(value, str) else datetime.fromtimestamp(value, UTC)
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        return at if kind.tz else at.astimezone(UTC).replace(tzinfo=None)
+    if pa.types.is_decimal(kind):
+        return Decimal(str(value))
+    if isinstance(value, str):
+        return None
+    if pa.types.is_integer(kind):
+        return int(value) if int(value) == value else None
+    return value
