@@ -115,6 +115,20 @@ def test_it_does_not_end_because_it_is_quiet(bucket: Bucket) -> None:
     assert seen == ["mutation", "snapshot_end"]
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(node: Node, bulk: bool) -> None:
+    with upper.connect(node.url) as bucket:
+        bucket.set_many((f"k{n}", "1") for n in range(100))
+        feed: Feed[Any] = bucket.changes_arrow(until="now") if bulk else bucket.changes(until="now")
+        bucket.promote(2, to=0)
+        stuck = threading.Timer(30, feed.close)
+        stuck.start()
+        list(feed)
+        assert stuck.is_alive(), "nobody wrote anything, and it ended all the same"
+        stuck.cancel()
+        assert consistent(bucket, feed)
+
+
 def test_positions_are_taken_up_where_they_were_left(bucket: Bucket) -> None:
     bucket.set_many((f"k{n}", "1") for n in range(200))
     first = bucket.changes_arrow(until="now")

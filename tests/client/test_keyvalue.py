@@ -9,10 +9,12 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import upper
 from tests.nodes import Node
-from upper.client.bucket import Bucket
+from upper.client.bucket import AT_ONCE, HEAVY, Bucket, portions
 from upper.client.commands import Copy
 from upper.errors import (
     InvalidArguments,
@@ -105,6 +107,14 @@ def test_large_values_in_bulk_do_not_stop_either_side(bucket: Bucket) -> None:
     bucket.set_many({f"big{n}": bytes(512 * 1024) for n in range(40)})
     found = bucket.get_many(f"big{n % 40}" for n in range(200))
     assert sum(len(item.value) for item in found.values()) == 40 * 512 * 1024
+
+
+@given(st.lists(st.integers(0, 3 * HEAVY), max_size=50), st.integers(0, 9000))
+def test_portions_keep_the_order_and_are_neither_too_many_nor_too_heavy(sizes: list[int], more: int) -> None:
+    items = sizes + [1] * more
+    cut = list(portions(items, lambda size: size))
+    assert [size for some in cut for size in some] == items
+    assert all(len(some) <= AT_ONCE and sum(some[:-1]) < HEAVY for some in cut)
 
 
 def test_counters_count(bucket: Bucket) -> None:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from upper.client.async_feed import Feed
-from upper.client.bucket import address_of, portions, timeout_of
+from upper.client.bucket import address_of, portions, timeout_of, weight
 from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, fitting
 from upper.client.commands import Commands, as_bytes
 from upper.client.events import Event
@@ -169,7 +169,7 @@ class Bucket:
     ) -> list[Stored]:
         pairs = items.items() if isinstance(items, Mapping) else items
         stored: list[Stored] = []
-        for some in portions(pairs):
+        for some in portions(pairs, weight):
             stored += await self._run(self._commands.set_many(some, expiry=expiry, flags=flags))
         return stored
 
@@ -178,7 +178,7 @@ class Bucket:
 
     async def copy_many(self, copies: Iterable[Copy], *, force: bool = False) -> list[bool]:
         written: list[bool] = []
-        for some in portions(copies):
+        for some in portions(copies, lambda copy: len(copy.value or b"")):
             written += await self._run(self._commands.copy_many(some, force=force))
         return written
 

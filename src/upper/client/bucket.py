@@ -9,7 +9,7 @@ import random
 import ssl
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TIMEOUT = 10.0  # seconds that a call may take
 AT_ONCE = 4096  # requests of a pipelined call that are under way together
+HEAVY = 16 << 20  # bytes of values after which no more of them are
 # Bytes that go into one record batch, where they are there at once: as many as stay in a processor's cache
 # between finding the packets and decoding them, which is measurably faster than more.
 GATHER = 2 << 20
@@ -200,7 +201,7 @@ class Bucket:
         """
         pairs = items.items() if isinstance(items, Mapping) else items
         stored: list[Stored] = []
-        for some in portions(pairs):
+        for some in portions(pairs, weight):
             stored += self._run(self._commands.set_many(some, expiry=expiry, flags=flags))
         return stored
 
@@ -215,7 +216,7 @@ class Bucket:
         `force` writes whatever the node has.
         """
         written: list[bool] = []
-        for some in portions(copies):
+        for some in portions(copies, lambda copy: len(copy.value or b"")):
             written += self._run(self._commands.copy_many(some, force=force))
         return written
 
@@ -323,10 +324,26 @@ def _wait(wait: Wait, deadline: float) -> None:
     time.sleep(wait.seconds)
 
 
-def portions(items: Iterable[T]) -> Iterator[Sequence[T]]:
-    """As many at a time as may be under way together."""
-    iterator = iter(items)
-    while some := list(islice(iterator, AT_ONCE)):
+def weight(pair: tuple[Text, Text]) -> int:
+    """Bytes of the value, about; what is no value is refused later, with a sentence."""
+    return len(pair[1]) if hasattr(pair[1], "__len__") else 0
+
+
+def portions(items: Iterable[T], weigh: Callable[[T], int] | None = None) -> Iterator[Sequence[T]]:
+    """As many at a time as may be under way together, and no heavier than that."""
+    if weigh is None:
+        iterator = iter(items)
+        while some := list(islice(iterator, AT_ONCE)):
+            yield some
+        return
+    some, heavy = [], 0
+    for item in items:
+        some.append(item)
+        heavy += weigh(item)
+        if len(some) == AT_ONCE or heavy >= HEAVY:
+            yield some
+            some, heavy = [], 0
+    if some:
         yield some
 
 

@@ -61,6 +61,7 @@ class Wanted:
     operations: Sequence[str] | None = None
     whole_snapshots: bool = False
     # Not to wait for `until` where the history, seen when the stream opens, does not reach so far (any more).
+    # With "now" this is so anyway: what a failover took back since then will not come.
     at_most_now: bool = False
     on_rollback: OnRollback = None
     acknowledge: Literal["automatic", "manual"] = "automatic"
@@ -108,7 +109,7 @@ def plan(
         flags |= StreamFlag.KEYS_ONLY
     if wanted.whole_snapshots:
         flags |= StreamFlag.WHOLE_SNAPSHOTS
-    if wanted.at_most_now:
+    if wanted.at_most_now or wanted.until == "now":
         flags |= StreamFlag.UNTIL_NOW
     lanes = [
         Lane(
