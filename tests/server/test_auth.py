@@ -23,7 +23,18 @@ from tests.server.certificate import made
 from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.errors import AuthenticationFailed
-from upper.model.messages import Refusal, Request, Response, SeqnosAnswer, SeqnosRequest
+from upper.model.messages import (
+    EndReason,
+    Mutation,
+    Refusal,
+    Request,
+    Response,
+    SeqnosAnswer,
+    SeqnosRequest,
+    StreamEnd,
+    TapConnect,
+)
+from upper.model.values import Partition
 from upper.server.auth import (
     HASHES,
     BadUsersFile,
@@ -39,6 +50,7 @@ from upper.server.auth import (
 )
 from upper.server.settings import BadSettings, Limits, ServerSettings, Tls
 from upper.wire.codes import Opcode, Status
+from upper.wire.tap import TAP
 
 PASSWORDS = {"reader": "r-secret", "writer": "w-secret", "follower": "f-secret", "boss": "b-secret"}
 ROLES = {
@@ -183,6 +195,25 @@ def test_a_failed_login_takes_back_the_one_before(guarded: Node) -> None:
         assert plain(peer, "writer", "w-secret").status == 0
         assert plain(peer, "writer", "wrong").status == Status.AUTHENTICATION_FAILED
         assert peer.get(b"k").status == Status.AUTHENTICATION_FAILED
+
+
+def test_streams_end_with_the_login_that_opened_them(guarded: Node) -> None:
+    with Peer(guarded) as follower, Peer(guarded, TAP) as old, Peer(guarded) as writer:
+        assert plain(writer, "writer", PASSWORDS["writer"]).status == 0
+        for peer in (follower, old):
+            assert plain(peer, "follower", PASSWORDS["follower"]).status == 0
+        follower.accepted(3)
+        old.send(TapConnect(partitions=(Partition(3),)))
+        assert old.ask(Opcode.NOOP).status == 0
+        assert plain(follower, "follower", "wrong").status == Status.AUTHENTICATION_FAILED
+        assert follower.wait_for(StreamEnd).reason is EndReason.LOST_PRIVILEGES
+        old.send(
+            Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0reader\0r-secret", opaque=5)
+        )  # another user, who may not follow
+        assert writer.set(b"secret", b"v", partition=3).status == 0
+        assert not any(isinstance(message, Mutation) for message in old.rest())
+        assert follower.ask(Opcode.NOOP).status == 0
+        assert follower.inbox == []
 
 
 def test_each_role_may_do_its_own(guarded: Node) -> None:

@@ -396,8 +396,11 @@ class Connection(Outlet):
         self._choose_path()
 
     def logout(self) -> None:
+        """Whoever was logged in is not any more, and neither are that user's streams."""
         if self.user is not None:
             self._trusted = self.bytes_in
+            if self.desk is not None:
+                self.desk.revoke()
         self.user, self.roles = None, Role.NONE if self.node.users else Role.everything()
         self._choose_path()
 

@@ -275,6 +275,12 @@ class Desk(Sender):
         if self.tap is not None:
             self.tap.stop()
 
+    def revoke(self) -> None:
+        """Who opened these streams has logged out."""
+        super().stop_all(EndReason.LOST_PRIVILEGES)
+        if self.tap is not None and self.tap.open:
+            self.tap.abandon()
+
     def close(self) -> None:
         super().close()
         if self.tap is not None:
