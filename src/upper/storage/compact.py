@@ -169,13 +169,14 @@ def adopt(section: Section, file: File) -> Iterator[None]:
 
 def _payloads(pack: Pack, section: Section, files: Files) -> Iterator[bytes]:
     """The frames of one section, noting where values lie that are not, or shall not be, in memory."""
-    entries = _kept(section, pack.purge_before)
-    facts = section.facts._replace(
-        purged=section.purged,
-        entries=len(entries),
-        tombstones=section.facts.tombstones - len(section.forgotten),
-        size=section.facts.size - sum(len(tombstone) for _, tombstone in section.forgotten),
-    )
+    entries, facts = _kept(section, pack.purge_before), section.facts
+    if section.forgotten:
+        facts = facts._replace(
+            purged=section.purged,
+            entries=len(entries),
+            tombstones=facts.tombstones - len(section.forgotten),
+            size=facts.size - sum(len(tombstone) for _, tombstone in section.forgotten),
+        )
     yield records.facts(section.store.id, facts) + section.rest
     if not section.move_out and not section.evicted:
         # All in memory, and there it stays: nothing to note, and joining is all there is to do.
