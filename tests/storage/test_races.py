@@ -14,6 +14,8 @@ import pytest
 
 from tests.conftest import Say
 from tests.storage.conftest import Open, Wall
+from tests.storage.test_faults import Full, until
+from upper.errors import NotWritable
 from upper.model.values import Seqno
 from upper.storage import Bucket, PartitionStore, StorageSettings
 from upper.storage.check import check
@@ -113,3 +115,60 @@ def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
     assert runs
     assert histories.rolled_back > histories.to_zero
     say(f"{histories.rolled_back} rollbacks, {histories.to_zero} of them to zero, among {runs} rewritings")
+
+
+# ── On a disk that is full now and then ───────────────────────────────────────────────────────────
+
+
+async def live_on_a_full_disk(bucket: Bucket, histories: Histories, chance: random.Random, disk: Full) -> int:
+    """The same; returns how often it was full. What was saved stays, what was not is gone as a whole."""
+    bucket.attach(asyncio.get_running_loop())
+    saved = [store.high for store in bucket.partitions]
+    failures = 0
+    for _ in range(40):
+        if chance.random() < 0.2:
+            disk.call, disk.keeps = chance.choice(("write", "fdatasync")), chance.random() < 0.5
+            disk.half, disk.armed = chance.random() < 0.3, True
+        try:
+            for _ in range(chance.randrange(1, 30)):
+                store = chance.choice(bucket.partitions)
+                step(store, histories, chance)
+                saved[store.id] = min(saved[store.id], store.high)
+            await bucket.saved()
+            saved = [store.high for store in bucket.partitions]
+        except NotWritable:
+            # A rollback that fails has not happened, and by itself it does not stop the bucket.
+            if bucket.failed is not None:
+                failures += 1
+                for store, history in zip(bucket.partitions, histories.held, strict=True):
+                    assert saved[store.id] <= store.high < len(history)
+                    del history[store.high + 1 :]
+                histories.verify(bucket)
+                disk.armed = False
+                await until(lambda: bucket.failed is None)
+            histories.verify(bucket)
+        disk.armed = False
+    return failures
+
+
+@pytest.mark.parametrize("quota", [None, 3000])
+def test_a_disk_that_is_full_now_and_then_takes_back_only_what_was_never_saved(
+    opened: Open, directory: Path, monkeypatch: pytest.MonkeyPatch, quota: int | None
+) -> None:
+    for pause in ("SHORTEST", "LONGEST"):
+        monkeypatch.setattr(f"upper.storage.recovery.{pause}", 0.001)
+    settings = StorageSettings(
+        segment_size=2048, disk_floor=8192, sweep_every=0.001, purge_age=20, memory_quota=quota
+    )
+    chance, disk = random.Random(7), Full("write")
+    bucket = opened(settings, disk=disk)
+    histories = Histories(bucket)
+    failures = 0
+    for turn in range(4):
+        failures += asyncio.run(live_on_a_full_disk(bucket, histories, chance, disk))
+        (bucket.abandon if turn % 2 else bucket.close)()
+        assert list(check(directory)) == []
+        bucket = opened(settings, disk=disk)
+        assert not bucket.opening.branched
+        histories.verify(bucket)
+    assert failures > 10
