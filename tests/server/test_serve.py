@@ -78,6 +78,22 @@ def test_what_cannot_work_is_one_sentence_and_a_documented_code(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--port", "99999"), ("--port", "-1"), ("--metrics-port", "65536")),
+        *(("--connections", "0"), ("--idle", "-5"), ("--idle", "nan")),
+    ],
+)
+def test_a_number_that_an_option_cannot_be_is_refused_by_name(
+    tmp_path: Path, option: str, value: str
+) -> None:
+    run = serve("--data", str(tmp_path / "data"), option, value)
+    assert run.returncode == 2
+    assert f"{option} is " in run.stderr
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [("1024", 1024), ("1K", 1024), ("512M", 512 << 20), ("4GiB", 4 << 30), ("1.5k", 1536)],
 )

@@ -77,6 +77,13 @@ class ServerSettings:
     shutdown: float = 5.0  # seconds that peers get to take their last bytes
 
     def __post_init__(self) -> None:
+        for option, port in (("--port", self.port), ("--metrics-port", self.metrics_port or 0)):
+            if not 0 <= port <= 65535:
+                raise BadSettings(f"{option} is a number from 0 to 65535, not {port}")
+        if self.limits.connections < 1:
+            raise BadSettings(f"--connections is at least 1, not {self.limits.connections}")
+        if not self.limits.idle >= 0:  # not a number is no number of seconds
+            raise BadSettings(f"--idle is a number of seconds, or 0 for never, not {self.limits.idle:g}")
         if is_loopback(self.host) or self.insecure:
             return
         missing = " and ".join(
