@@ -220,6 +220,7 @@ def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
     async def fill_up_and_go_on() -> None:
         bucket.attach(asyncio.get_running_loop())
         disk.armed, disk.keeps = True, keeps
+        tickets = [bucket.ticket, bucket.ticket + 1]
         bucket.partitions[0].write(b"never", b"v")
         first = bucket.saved()
         await asyncio.sleep(0)
@@ -233,9 +234,13 @@ def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
         disk.armed = False
         await until(lambda: bucket.failed is None)
         assert contents(bucket) == before
+        await bucket.saved()
         for store in bucket.partitions:
             store.write(b"after", b"v")
         await bucket.saved()
+        for ticket in tickets:
+            with pytest.raises(NotWritable):
+                await bucket.saved(ticket)
 
     asyncio.run(fill_up_and_go_on())
     tickets = [commit.ticket for commit in commits]

@@ -122,6 +122,7 @@ class Bucket:
         self._writer: ThreadPoolExecutor | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unweighed = 0
+        self._refused: dict[int, StorageError] = {}  # batches that never were, though later ones are
         self.recovery = Recovery(self)
         self.rewriter = Rewriter(self)
 
@@ -239,6 +240,8 @@ class Bucket:
             wanted = self.ticket - 1
         if self.failed is not None:
             future.set_exception(self.failed)
+        elif ticket in self._refused:
+            future.set_exception(self._refused[wanted])
         elif wanted <= self.acknowledged:
             future.set_result(None)
         else:
@@ -378,6 +381,8 @@ class Bucket:
         """The journal takes batches again, and the numbers of those that failed are used up."""
         if self.closed:
             return
+        assert self.failed is not None
+        self._refused.update((number, self.failed) for number in range(self.done + 1, self.ticket))
         self.done = self.acknowledged = self.ticket - 1
         if unreadable := [store for store in self.partitions if store.unreadable]:
             self._read_again(unreadable)
