@@ -17,6 +17,7 @@ import asyncio
 import logging
 import time
 from itertools import count
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 from upper import kernel
@@ -149,7 +150,7 @@ class Connection(Outlet):
         at, size, waits, asked = 0, len(data), False, 0
         out = bytearray()
         bucket.clock.move()
-        now = time.perf_counter()
+        now = perf_counter()
         until, self._interrupted = now + TURN, False
         try:
             while at < size:
@@ -170,7 +171,7 @@ class Connection(Outlet):
                         counts=node.plain,
                     )
                     if at > start:
-                        began, now = now, time.perf_counter()
+                        began, now = now, perf_counter()
                         node.timings.run.add(now - began)
                         waits |= waiting or node.barrier > node.committed
                     if at == size:
@@ -192,7 +193,7 @@ class Connection(Outlet):
                 else:
                     waits |= self._command(head, data, at, out)
                 at += head.size
-                now = time.perf_counter()
+                now = perf_counter()
                 if self._ending or self._leaving or self._busy is not None:
                     self._input.needed = 0  # whatever is left is looked at when this is done
                     break
@@ -242,7 +243,7 @@ class Connection(Outlet):
             out += packed(refusal(unknown), opcode=head.opcode, opaque=head.opaque)
             self.node.counters.protocol_errors += 1
             return False
-        started = time.perf_counter()
+        started = perf_counter()
         try:
             call = self._call(row, head, data, at)
             result = row.handler(call)
@@ -261,7 +262,7 @@ class Connection(Outlet):
         else:
             self._busy = asyncio.ensure_future(result, loop=self.node.loop)
             self._busy.add_done_callback(lambda done: self._later(done, head, row))
-        self.node.timings.command(row.name, time.perf_counter() - started)
+        self.node.timings.command(row.name, perf_counter() - started)
         return row.waits
 
     def _call(self, row: Row, head: Header, data: bytes, at: int) -> Call:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MAX_REQUEST = 8192
 SECONDS = "upper_command_seconds"
+BUCKETS = 24  # powers of two of a microsecond, up to eight seconds
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -102,7 +103,7 @@ def _metric(name: str, kind: Kind, about: str, values: list[tuple[str, stats.Val
 
 def _histogram(command: str, timing: stats.Timing) -> Iterator[str]:
     total = 0
-    for bucket, count in enumerate(timing.counts[:-1]):
+    for bucket, count in enumerate(timing.counts[:BUCKETS]):
         total += count
         yield f'{SECONDS}_bucket{{command="{command}",le="{(1 << bucket) / 1e6:g}"}} {total}\n'
     yield f'{SECONDS}_bucket{{command="{command}",le="+Inf"}} {timing.count}\n'

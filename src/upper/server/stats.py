@@ -53,14 +53,13 @@ class Timing:
     """How often something was done and how long it took: in all, and in powers of two of a microsecond."""
 
     __slots__ = ("counts", "seconds")
-    BUCKETS = 24
 
     def __init__(self) -> None:
-        self.counts = [0] * self.BUCKETS
+        self.counts = [0] * 64  # more than any time needs: whoever adds need not look
         self.seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        self.counts[min(int(seconds * 1e6).bit_length(), self.BUCKETS - 1)] += 1
+        self.counts[int(seconds * 1e6).bit_length()] += 1
         self.seconds += seconds
 
     @property
