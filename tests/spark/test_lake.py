@@ -37,11 +37,12 @@ def test_load_live_changes_deletes_expiries_and_a_flush(pond: Pond, bucket: Any)
     assert len(pond.latest()) == 2000
     bucket.set_many({f"k{i}": b"two %d" % i for i in range(0, 2000, 3)})
     bucket.delete_many([f"k{i}" for i in range(0, 2000, 7)])
-    bucket.set("short", b"life", expiry=1)
+    bucket.set("short", b"life")
     pond.sync()
     pond.check()
     assert pond.latest()[b"k3"] == b"two 3"
     assert pond.latest()[b"short"] == b"life"
+    bucket.touch("short", expiry=1)
     eventually(lambda: gone(bucket, "short"))
     pond.sync()
     pond.check()

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from upper.client.bucket import Bucket, connect
 from upper.client.positions import Known, Positions
+from upper.errors import Refused
 from upper.model.values import FailoverLog, Partition, Seqno
 from upper.spark.columns import ROLLBACK
 
@@ -117,6 +118,17 @@ class BucketFeed:
         routes = bucket.routes
         owners = {partition: str(routes.owner(partition) or "") for partition in highs}
         return Outlook({p: highs[p] for p in highs if p in logs}, logs, owners)
+
+    def row_size(self) -> int | None:
+        """How many bytes an item takes on its way, on average; None where no node says."""
+        try:
+            told = list(self.bucket.stats().values())
+        except Refused:
+            return None
+        size, items, deleted = (
+            sum(int(one.get(name, "0")) for one in told) for name in ("bytes", "curr_items", "tombstones")
+        )
+        return size // (items + deleted) if size and items + deleted else None
 
     def read(
         self, starts: Mapping[Partition, Known], ends: Mapping[Partition, Seqno], *, whole: bool = True

@@ -12,7 +12,7 @@ from upper.spark.feed import BucketFeed, Filters
 from upper.spark.offsets import Offset
 
 BEGINNING, NOW = ("beginning", "earliest"), ("now", "latest")
-BYTES_A_ROW = 256  # what a row is taken for when bytes are limited and nobody has seen one
+BYTES_A_ROW = 256  # what a row is taken for when bytes are limited and no node says how large items are
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class ChangesStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvaila
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         stood, outlook = Offset.from_json(start), self._look()
         self._safe |= plan.settled(stood, outlook)
-        end = plan.advance(stood, outlook, safe=self._safe, most_rows=_rows(limit), target=self._target)
+        end = plan.advance(stood, outlook, safe=self._safe, most_rows=self._rows(limit), target=self._target)
         if end is stood:
             return start
         for stretch in plan.stretches(stood, end):
@@ -173,6 +173,18 @@ class ChangesStreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvaila
                 )
         log.debug("upr: %d changes behind", plan.lag(stood, outlook))
         return end.to_json()
+
+    def _rows(self, limit: ReadLimit) -> int | None:
+        match limit:
+            case ReadMaxRows():
+                return limit.max_rows
+            case ReadMaxBytes():
+                size = self._feed.row_size() if self._feed else None
+                return max(1, limit.max_bytes // (size or BYTES_A_ROW))
+            case ReadAllAvailable():
+                return None
+            case _:
+                raise InvalidArguments(f"the source cannot hold the limit {limit!r}; use rows or bytes")
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         # The last look is a moment old at most, and asking again for a report would double the questions.
@@ -219,18 +231,6 @@ def _resolved(place: str | Offset, outlook: Outlook) -> Offset:
     if isinstance(place, Offset):
         return Offset({**plan.beginning(outlook).marks, **place.marks}, place.turn)
     return plan.now(outlook) if place == "now" else plan.beginning(outlook)
-
-
-def _rows(limit: ReadLimit) -> int | None:
-    match limit:
-        case ReadMaxRows():
-            return limit.max_rows
-        case ReadMaxBytes():
-            return max(1, limit.max_bytes // BYTES_A_ROW)
-        case ReadAllAvailable():
-            return None
-        case _:
-            raise InvalidArguments(f"the source cannot hold the limit {limit!r}; use rows or bytes")
 
 
 __all__ = ["ROLLBACK", "ChangesReader", "ChangesStreamReader", "Slice", "UprDataSource", "read_slice"]
