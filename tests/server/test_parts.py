@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,10 +27,10 @@ from upper.model.messages import (
 from upper.model.values import Cas, Partition, Seqno, State
 from upper.server.controls import parse_partitions
 from upper.server.filters import EVERYTHING, key_of, without_value
-from upper.server.hub import runs
+from upper.server.hub import Hub, runs
 from upper.server.speech import IN_UPR, IN_UPR0, Speech
 from upper.server.stats import ranges
-from upper.storage import records
+from upper.storage import Bucket, Commit, records
 from upper.wire.upr import UPR
 
 U16, U32, U64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -162,3 +163,15 @@ def test_a_commit_with_flushes_falls_into_runs_that_count_on(kinds: list[str], r
     for earlier, later in pairwise(found):
         assert later.first == earlier.last + 1
     assert sum(run.is_flush for run in found) == kinds.count("f")
+
+
+def test_what_waits_for_a_batch_happens_with_it_and_never_if_it_was_refused(tmp_path: Path) -> None:
+    with Bucket.open(tmp_path, partitions=1) as bucket:
+        hub = Hub(bucket)
+        happened: list[int] = []
+        for ticket in (1, 2, 3):
+            hub.after(ticket, lambda ticket=ticket: happened.append(ticket))  # type: ignore[misc]
+        hub.committed(Commit(1, []))
+        hub.refused(2)
+        hub.committed(Commit(3, []))
+        assert happened == [1, 3]

@@ -255,6 +255,10 @@ class Hub:
             for then in due:
                 then()
 
+    def refused(self, ticket: int) -> None:
+        """This batch will never be on disk: what waited for it does not happen, though later ones will be."""
+        self._after = [(number, then) for number, then in self._after if number > ticket]
+
     def reset(self, partition: Partition) -> None:
         """History was taken back: the line begins again where the store stands."""
         line = self.lines[partition]

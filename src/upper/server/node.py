@@ -203,6 +203,7 @@ class Node:
             self.hub.committed(commit)
         else:
             self.counters.failed_commits += 1
+            self.hub.refused(commit.ticket)
             self._back_to_disk(commit)
 
     def _back_to_disk(self, commit: Commit) -> None:
