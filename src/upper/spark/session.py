@@ -71,21 +71,22 @@ def start(
         builder = builder.config(name, value)
     # What Spark's bridge logs about a call that was interrupted is for those who debug the bridge.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    interrupt = signal.getsignal(signal.SIGINT)
     try:
-        session = builder.getOrCreate()
+        # Aside: an interrupted start would leave a Java behind that nobody ends, and on the main thread Spark
+        # would put its own handler in the place of ours.
+        session = aside(builder.getOrCreate)
         for file in py_files:
             session.sparkContext.addPyFile(file)
     except (Py4JError, PySparkException, ConnectionError) as error:
         raise NoSpark(f"Spark does not start with the master {master!r}: {_cause(error)}") from error
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, interrupt)  # Spark has put its own there
     return session
 
 
 def stop(session: SparkSession) -> None:
-    """End a session, also one whose Java has gone before us."""
+    """End a session, also in the middle of its work, and one whose Java has gone before us."""
     with suppress(Py4JError, ConnectionError):
+        # What it cannot finish any more, nobody waits for.
+        session.sparkContext.setLogLevel("OFF")
         session.stop()
 
 
