@@ -102,6 +102,12 @@ def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> Non
             assert stores[plain] == stores[compiled]
 
 
+@given(st.lists(changes(), max_size=12), spots, spots)
+def test_they_gather_alike(records: list[bytes], start: int, end: int) -> None:
+    alike("gather", records, start, end)
+    alike("gather", records, 0, len(records))
+
+
 @given(st.lists(changes(), max_size=12), st.integers(-1, 400))
 def test_they_take_alike(stack: list[bytes], size: int) -> None:
     alike("take", stack, size)

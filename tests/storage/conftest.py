@@ -13,7 +13,19 @@ from upper import kernel
 from upper.storage import Bucket, StorageSettings
 
 QUIET = StorageSettings(compact=False)
-FUNCTIONS = ("after", "group", "join", "latest", "measure", "reach", "replay", "run", "scan", "touched")
+FUNCTIONS = (
+    "after",
+    "gather",
+    "group",
+    "join",
+    "latest",
+    "measure",
+    "reach",
+    "replay",
+    "run",
+    "scan",
+    "touched",
+)
 
 
 class Wall:

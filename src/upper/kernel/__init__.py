@@ -9,10 +9,10 @@ result of one is the result of the other, byte for byte (tests/kernel holds them
 in (`data`) may be bytes, a bytearray or a contiguous memoryview; anything else is a TypeError. The plain
 `run` and `replay` copy what is not bytes, so whoever calls them in a loop passes bytes.
 
-All loops hold the interpreter's lock and allocate nothing that the cycle collector tracks: a record is
-bytes, and a dict of bytes is not visited by it either (up to Python 3.13). A process that keeps millions
-of records should still call `gc.freeze()` after loading and raise the thresholds, as the node does,
-because lists of records (`pending`, chunks of a backfill) *are* visited.
+All loops but `gather` hold the interpreter's lock, and none allocates anything that the cycle collector
+tracks: a record is bytes, and a dict of bytes is not visited by it either (up to Python 3.13). A process
+that keeps millions of records should still call `gc.freeze()` after loading and raise the thresholds, as
+the node does, because lists of records (`pending`, chunks of a backfill) *are* visited.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         Table,
         after,
         columns,
+        gather,
         group,
         join,
         latest,
@@ -54,6 +55,7 @@ else:
             Table,
             after,
             columns,
+            gather,
             group,
             join,
             latest,
@@ -77,6 +79,7 @@ else:
             Table,
             after,
             columns,
+            gather,
             group,
             join,
             latest,
@@ -104,6 +107,7 @@ __all__ = [
     # what goes to a file, and what comes from one
     "touched",
     "reach",
+    "gather",
     "replay",
     # maps and lists of records
     "after",

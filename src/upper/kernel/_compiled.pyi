@@ -3,6 +3,7 @@ from upper.kernel.plain import Counts as Counts
 from upper.kernel.plain import Table as Table
 from upper.kernel.plain import after as after
 from upper.kernel.plain import columns as columns
+from upper.kernel.plain import gather as gather
 from upper.kernel.plain import group as group
 from upper.kernel.plain import join as join
 from upper.kernel.plain import latest as latest

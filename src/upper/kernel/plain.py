@@ -270,6 +270,15 @@ def after(items: Items, seqno: int) -> list[Entry]:
     return found
 
 
+def gather(records: list[bytes], start: int, end: int) -> bytes:
+    """Some records, one behind the other. The list is the caller's alone: nobody may change it meanwhile.
+
+    For threads beside the event loop: the compiled twin lets others have the interpreter while it copies.
+    """
+    check_range(start, end, len(records))
+    return b"".join(records[start:end])
+
+
 def take(stack: list[bytes], size: int) -> list[bytes]:
     """Records off the top of a stack, the topmost first: about `size` bytes of them, at least one."""
     count = 0

@@ -269,7 +269,7 @@ class Bucket:
             return  # the rewriter kicks when it has made room
         handed, self.pending = self.pending, []
         reached = kernel.touched(handed, self.partitions, self.ticket)
-        segment_size = min(self.settings.segment_size, max(MIB // 16, self.live // 16))
+        segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
         batch = _Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
         self.facts_pending = False
         self.ticket += 1

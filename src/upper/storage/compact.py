@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from threading import Event
+from typing import cast
 
 from upper import kernel
 from upper.storage import records
@@ -75,7 +76,7 @@ class Pack:
 
 def take_down(store: PartitionStore, *, move_out: int = 0) -> Section:
     """One partition as it stands in memory now."""
-    entries = list(store.items.values())
+    entries = kernel.after(store.items, 0)
     counts = (len(entries), store.tombstones, store.size)
     facts = records.Facts(store.high, store.purged, store.complete, *counts)
     return Section(store, store.epoch, entries, facts, store.facts(), bool(store.evicted), move_out)
@@ -182,7 +183,7 @@ def _payloads(pack: Pack, section: Section, files: Files) -> Iterator[bytes]:
         # All in memory, and there it stays: nothing to note, and joining is all there is to do.
         step = max(1, FRAME_SIZE * len(entries) // max(1, facts.size))
         for start in range(0, len(entries), step):
-            yield b"".join(entries[start : start + step])  # type: ignore[arg-type]
+            yield kernel.gather(cast("list[bytes]", entries), start, min(start + step, len(entries)))
         return
     payload: list[bytes] = []
     filled, out = 0, section.move_out
