@@ -50,6 +50,10 @@ def login(
     chosen = yield pack(REQUEST, Opcode.SELECT_BUCKET, key=bucket.encode())
     if chosen.status == Status.KEY_NOT_FOUND:
         raise Refused(f"there is no bucket {bucket!r} here; check the end of the URL")
+    if chosen.status == Status.AUTHENTICATION_FAILED and user is None:
+        raise AuthenticationFailed(
+            "the node lets nobody in without a name; write the URL as upr://USER:PASSWORD@HOST:PORT/BUCKET"
+        )
     if chosen.status not in (Status.OK, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
         raise refusal(chosen)
 
