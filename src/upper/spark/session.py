@@ -6,18 +6,16 @@ makes one: few settings, each with its reason, and any `spark.*` setting of the 
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import re
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from hashlib import sha256
 from typing import Any, TypeVar
 
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
@@ -95,11 +93,11 @@ def _quiet() -> str:
 
     A task that fails is tried again and told of once it is given up, so executors need not tell of each try.
     """
-    descriptor, path = tempfile.mkstemp(prefix="upper-", suffix=".properties")
-    with open(descriptor, "w") as file:
-        file.write(QUIET)
-    atexit.register(Path(path).unlink, missing_ok=True)
-    return path
+    # It stays: a Java whose start was interrupted may come to read it when we are gone.
+    name = f"log4j2-{sha256(QUIET.encode()).hexdigest()[:12]}.properties"
+    path = java.cache_directory(os.environ) / name
+    java.put(path, QUIET)
+    return str(path)
 
 
 QUIET = """\
