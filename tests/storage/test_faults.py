@@ -474,12 +474,15 @@ def test_a_directory_of_another_version_is_refused_and_left_alone(opened: Open, 
     assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
 
 
-def test_a_bucket_keeps_its_number_of_partitions(opened: Open, directory: Path) -> None:
+def test_a_bucket_keeps_its_name_and_its_number_of_partitions(opened: Open, directory: Path) -> None:
     opened().close()
+    with pytest.raises(StorageError, match="holds the bucket 'default', not 'shop'"):
+        Bucket.open(directory, name="shop")
     with pytest.raises(StorageError, match="has 4 partitions, not 8"):
         Bucket.open(directory, partitions=8)
-    with pytest.raises(StorageError, match="power of two"):
-        Bucket.open(directory / "other", partitions=6)
+    for number in (0, 6):
+        with pytest.raises(StorageError, match="power of two"):
+            Bucket.open(directory / "other", partitions=number)
 
 
 # ── Bytes that changed ────────────────────────────────────────────────────────────────────────────

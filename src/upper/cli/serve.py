@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=int, default=11210, help="port, 0 for a free one (%(default)s)")
-    parser.add_argument("--bucket", default="default", help="name of the bucket (%(default)s)")
+    parser.add_argument("--bucket", metavar="NAME", help="of a new bucket: its name (default)")
     parser.add_argument("--partitions", type=int, metavar="N", help="of a new bucket: a power of two (1024)")
     parser.add_argument("--durability", choices=("disk", "memory"), default="disk",
                         help="when a write is answered: once on disk, or at once (%(default)s)")  # fmt: skip
@@ -55,7 +55,6 @@ def run(args: Namespace, out: Output) -> ExitCode:
         host=args.host,
         port=args.port,
         metrics_port=args.metrics_port,
-        bucket=args.bucket,
         users=args.users,
         tls=None if args.tls_cert is None else Tls(certificate=args.tls_cert, key=args.tls_key),
         insecure=args.insecure,
@@ -72,7 +71,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
             out.show(at, text=str(at))
 
         opening.enter_context(out.progress("opening the bucket"))
-        serve(settings, storage, data=args.data, partitions=args.partitions, ready=ready)
+        serve(settings, storage, data=args.data, name=args.bucket, partitions=args.partitions, ready=ready)
     return ExitCode.OK
 
 

@@ -48,15 +48,16 @@ def serve(
     storage: StorageSettings,
     *,
     data: Path,
+    name: str | None,
     partitions: int | None,
     ready: Callable[[Ready], None],
 ) -> None:
-    """Serve until a signal says otherwise."""
+    """Serve until a signal says otherwise. Name and number of partitions are those of a new bucket."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
     _raise_file_limit()
-    bucket = Bucket.open(data, storage, name=settings.bucket, partitions=partitions)
+    bucket = Bucket.open(data, storage, name=name, partitions=partitions)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(bucket, settings, data, ready))
 

@@ -68,7 +68,6 @@ class ServerSettings:
     port: int = 11210  # 0 = one that is free
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = None  # None = no metrics endpoint; 0 = one that is free
-    bucket: str = "default"
     users: Path | None = None
     tls: Tls | None = None
     insecure: bool = False

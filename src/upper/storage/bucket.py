@@ -134,7 +134,7 @@ class Bucket:
         path: str | Path,
         settings: StorageSettings | None = None,
         *,
-        name: str = "default",
+        name: str | None = None,
         partitions: int | None = None,
         state: State = State.ACTIVE,
         disk: Disk | None = None,

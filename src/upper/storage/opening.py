@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("upper.storage")
 
+DEFAULT_NAME = "default"
 DEFAULT_PARTITIONS = 1024
 UNKNOWN_BRANCH = BranchId(1)  # what a partition has before anything was read of it
 
@@ -72,11 +73,17 @@ def lock_directory(directory: Path, disk: Disk) -> int:
     return fd
 
 
-def identify(directory: Path, disk: Disk, *, name: str, partitions: int | None) -> Identity:
+def identify(directory: Path, disk: Disk, *, name: str | None, partitions: int | None) -> Identity:
     """What bucket this is; a new one of that name and size, if there is none."""
     identity = marks.read_identity(directory)
     if identity is None:
-        return _create(directory, disk, name, partitions or DEFAULT_PARTITIONS)
+        size = DEFAULT_PARTITIONS if partitions is None else partitions
+        return _create(directory, disk, DEFAULT_NAME if name is None else name, size)
+    if name is not None and name != identity.name:
+        raise StorageError(
+            f"{directory} holds the bucket {identity.name!r}, not {name!r}; "
+            "leave the name out, or use another directory"
+        )
     if partitions is not None and partitions != identity.partitions:
         raise StorageError(
             f"{directory} has {identity.partitions} partitions, not {partitions}; "
