@@ -63,12 +63,18 @@ class Progress:
         """The summary."""
         rate = self.rows / self.seconds if self.seconds else 0
         text = (
-            f"{self.rows:,} changes ({self.bytes / 1e6:,.1f} MB) in {self.commits} commits and "
-            f"{self.seconds:.1f} s, {rate:,.0f} a second; the lake stands at commit {self.last_commit}"
+            f"{_so_many(self.rows, 'change')} ({self.bytes / 1e6:,.1f} MB) in "
+            f"{_so_many(self.commits, 'commit')} and {self.seconds:.1f} s, {rate:,.0f} a second; "
+            f"the lake stands at commit {self.last_commit}"
         )
         if self.rollbacks:
-            text += f"; {self.rollbacks} rollbacks took back {self.lost:,} changes, which are in `lost`"
+            taken, lost = _so_many(self.rollbacks, "rollback"), _so_many(self.lost, "change")
+            text += f"; {taken} took back {lost}, kept in `lost`"
         return text
+
+
+def _so_many(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 Tell = Callable[[Progress, Batch | None], None]
