@@ -47,7 +47,6 @@ SETTINGS: dict[str, tuple[str, str, dict[str, str]]] = {
             "host": "--host",
             "port": "--port",
             "metrics_port": "--metrics-port",
-            "bucket": "--bucket",
             "users": "--users",
             "insecure": "--insecure",
         },
