@@ -19,3 +19,4 @@ from upper.kernel.plain import to_arrow as to_arrow
 from upper.kernel.plain import touched as touched
 
 NAME: str
+looks_ahead: bool  # a run has what its next requests need fetched from memory

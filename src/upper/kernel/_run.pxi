@@ -22,6 +22,9 @@ cdef class Table:
         self.items = {}
 
 
+include "_ahead.pxi"
+
+
 cdef int put(Table part, object key, object old, object record, list pending) except -1:
     """The record, made but for its seqno and revision, takes the last place in its partition."""
     cdef uint8_t *to = fresh(record)
@@ -69,7 +72,7 @@ def run(
     cdef const uint8_t *p
     cdef const uint8_t *record = NULL
     cdef uint8_t *to
-    cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size
+    cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size, seen = start
     cdef int opcode, klen, extras, partition = 0, current = -1, shown
     cdef uint64_t cas = clock.last, before = cas
     cdef bint waits = False, live
@@ -82,6 +85,8 @@ def run(
         size = view.len
         within(start, size, size)
         while size - at >= 24 and used < room:
+            if LOOKS_AHEAD and at >= seen:
+                seen = look_ahead(<const uint8_t *> view.buf, at, size, table)
             p = <const uint8_t *> view.buf + at
             opcode, klen, extras, total = p[1], get16(p + 2), p[4], get32(p + 8)
             if p[0] != REQUEST or p[5] or get64(p + 16) or total > size - at - 24 or klen + extras > total:
