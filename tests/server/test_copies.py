@@ -127,8 +127,9 @@ class Consumer(Follower):
 
     @property
     def done(self) -> bool:
+        # A seqno alone says nothing: a branch whose end this consumer has not heard of may have led further.
         return self.wanted is not None and all(
-            copy.inside is None and copy.seqno >= high
+            copy.inside is None and copy.seqno == high and b"user:last" in copy.items
             for copy, high in zip(self.copies, self.wanted, strict=True)
         )
 
