@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,23 +12,16 @@ import pytest
 import upper
 import upper.aio
 from tests.nodes import Node
+from tests.server.certificate import made as certificate_in
 from upper.errors import AuthenticationFailed, BadUrl, NotAllowed, Unreachable
 from upper.server.auth import Role, User, Users, save_users
-
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
     """A node behind TLS that knows two users, and its certificate."""
     home = tmp_path_factory.mktemp("guarded")
-    certificate, key, users = home / "cert.pem", home / "key.pem", home / "users.json"
-    subprocess.run(
-        ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=IP:127.0.0.1"),
-        check=True, capture_output=True,
-    )  # fmt: skip
+    (certificate, key), users = certificate_in(home), home / "users.json"
     known = Users().with_user(User.new("boss", "p:w@d", Role.everything()))
     save_users(users, known.with_user(User.new("reader", "r", Role.READ)))
     options = ("--users", str(users), "--tls-cert", str(certificate), "--tls-key", str(key))
