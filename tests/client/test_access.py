@@ -51,6 +51,7 @@ def test_a_user_and_tls_from_arguments(guarded: tuple[Node, Path]) -> None:
     context = ssl.create_default_context(cafile=str(certificate))
     with upper.connect(node.url, user="boss", password="p:w@d", tls=context) as bucket:
         bucket.set("a", "1")
+        assert bucket.get("a").value == b"1"
 
 
 def test_a_certificate_that_nobody_vouches_for_is_not_trusted(guarded: tuple[Node, Path]) -> None:

@@ -196,6 +196,7 @@ def test_a_call_waits_for_a_node_that_comes_back_in_time(node: Node) -> None:
         thread.start()
         bucket.set("a", "1")
         thread.join()
+        assert bucket.get("a").value == b"1"
 
 
 def test_an_answer_that_comes_after_ctrl_c_is_nobody_elses(node: Node) -> None:

@@ -162,7 +162,7 @@ def test_a_commit_with_flushes_falls_into_runs_that_count_on(kinds: list[str], r
     assert found[-1].last == reached + len(kinds)
     for earlier, later in pairwise(found):
         assert later.first == earlier.last + 1
-    assert sum(run.is_flush for run in found) == kinds.count("f")
+    assert sum(run.records is None for run in found) == kinds.count("f")
 
 
 def test_what_waits_for_a_batch_happens_with_it_and_never_if_it_was_refused(tmp_path: Path) -> None:

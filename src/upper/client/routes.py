@@ -43,9 +43,6 @@ class Routes:
     def partition_of(self, key: bytes) -> Partition:
         return partition_of(key, len(self.owners))
 
-    def newer_than(self, other: Routes) -> bool:
-        return self.revision > other.revision
-
     @classmethod
     def parse(cls, data: bytes, *, asked: Node) -> Routes:
         """The map that a node sent. `asked` is how this side reached it."""

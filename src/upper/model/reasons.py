@@ -13,7 +13,7 @@ from typing import Self
 UNKNOWN = 1 << 32
 
 
-class _Open(IntEnum):
+class Open(IntEnum):
     """Numbers from a newer peer keep their value and get a readable name."""
 
     @classmethod
@@ -21,8 +21,13 @@ class _Open(IntEnum):
         if not isinstance(value, int):
             return None
         member = int.__new__(cls, value)
-        member._name_, member._value_ = f"UNKNOWN_{value % UNKNOWN}", value
+        member._name_, member._value_ = cls.name_of(value), value
         return member
+
+    @classmethod
+    def name_of(cls, value: int) -> str:
+        """What a number is called that has no name."""
+        return f"UNKNOWN_{value % UNKNOWN}"
 
     @classmethod
     def unknown(cls, number: int) -> Self:
@@ -30,7 +35,7 @@ class _Open(IntEnum):
         return cls(UNKNOWN | number)
 
 
-class EndReason(_Open):
+class EndReason(Open):
     """Why a stream ended. The numbers of each dialect are in `wire`."""
 
     OK = 0

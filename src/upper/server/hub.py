@@ -156,10 +156,6 @@ class Run:
     def __init__(self, first: int, last: int, records: list[bytes] | None) -> None:
         self.first, self.last, self.records = Seqno(first), Seqno(last), records
 
-    @property
-    def is_flush(self) -> bool:
-        return self.records is None
-
 
 class Hub:
     """All lines of a bucket, and the connections that follow."""

@@ -35,11 +35,6 @@ def signed(branch: int) -> int:
     return branch - 2**64 if branch >= 2**63 else branch
 
 
-def branch_of(column: int) -> BranchId:
-    """A branch id as the protocol says it."""
-    return BranchId(column % 2**64)
-
-
 def rollback_row(partition: int, seqno: Seqno, branch: BranchId) -> pa.RecordBatch:
     """The row that tells a query to take back what it saw of a partition past `seqno`."""
     row = dict.fromkeys(change_schema().names)

@@ -389,6 +389,7 @@ class Bucket:
         self.failed = None
         for store in self.partitions:
             self.served(store)
+        self.rewriter.try_again()
         log.warning("bucket %s: there is room again, and writes are taken", self.name)
 
     def _read_again(self, stores: list[PartitionStore]) -> None:

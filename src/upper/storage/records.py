@@ -98,10 +98,6 @@ def deletion(
     return head + key
 
 
-def opcode_of(record: bytes) -> int:
-    return record[1]
-
-
 def partition_of_record(record: bytes) -> int:
     return record[6] << 8 | record[7]
 

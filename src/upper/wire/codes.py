@@ -6,10 +6,10 @@ Calm about codes: a number from a newer peer keeps its value, gets a readable na
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum, IntEnum, IntFlag
-from typing import Any, Self
+from enum import Enum, IntFlag
+from typing import Any
 
-from upper.model.reasons import UNKNOWN, EndReason, StreamFlag
+from upper.model.reasons import UNKNOWN, EndReason, Open, StreamFlag
 from upper.model.values import State
 
 
@@ -24,14 +24,10 @@ class Side(Enum):
         return Side.SERVER if self is Side.CLIENT else Side.CLIENT
 
 
-class _Open(IntEnum):
+class _Open(Open):
     @classmethod
-    def _missing_(cls, value: object) -> Self | None:
-        if not isinstance(value, int):
-            return None
-        member = int.__new__(cls, value)
-        member._name_, member._value_ = f"UNKNOWN_0x{value:02X}", value
-        return member
+    def name_of(cls, value: int) -> str:
+        return f"UNKNOWN_0x{value:02X}"
 
 
 class Opcode(_Open):
