@@ -302,6 +302,57 @@ def test_compaction_goes_on_after_the_disk_was_full(opened: Open, directory: Pat
     assert [len(store.items) for store in opened().partitions] == held
 
 
+class Unreadable(Full):
+    """A full disk on which partition files cannot be read either."""
+
+    def __init__(self) -> None:
+        super().__init__("write")
+        self.blind = False
+
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        if self.blind:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(fd, size, offset)
+
+
+def test_what_could_not_be_read_again_is_neither_served_nor_rewritten(opened: Open, directory: Path) -> None:
+    disk = Unreadable()
+    bucket = opened(StorageSettings(compact=False, sweep_every=0.001), disk=disk)
+    fill(bucket)
+    bucket.compact()
+    before = contents(bucket)
+    store = bucket.partitions[0]
+
+    async def fail_and_go_on() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = disk.blind = True
+        store.write(b"never", b"v", expiration=1)
+        with pytest.raises(NotWritable):
+            await bucket.saved()
+        disk.armed = False
+        await until(lambda: bucket.failed is None)
+        assert bucket.table == [None, *bucket.partitions[1:]]
+        refused: list[Callable[[], object]] = [
+            lambda: store.read(b"k0"),
+            lambda: store.write(b"k0", b"v"),
+            lambda: store.write_meta(b"k0", b"v", revision=9, new_cas=9),
+            lambda: store.apply([]),
+            store.flush,
+        ]
+        for refusal in refused:
+            with pytest.raises(Corrupt, match="could not be read again"):
+                refusal()
+        disk.blind = False
+        bucket.partitions[1].write(b"after", b"v")
+        bucket.compact()
+        bucket.close()
+
+    asyncio.run(fail_and_go_on())
+    before[1][b"after"] = b"v"
+    assert list(check(directory)) == []
+    assert contents(opened()) == before
+
+
 # ── Whatever else fails ───────────────────────────────────────────────────────────────────────────
 
 
@@ -572,6 +623,23 @@ def test_a_torn_end_is_cut_off_and_nothing_else_happens(opened: Open, directory:
     assert list(check(directory)) == [], "a torn end is no fault"
     bucket = opened(ROLLING)
     assert bucket.opening.cut > 0
+    assert not bucket.opening.branched
+    fill(bucket)
+    before = contents(bucket)
+    assert contents(opened()) == before
+
+
+@pytest.mark.parametrize("size", [0, 20, 48])
+def test_a_segment_whose_header_never_arrived_is_no_fault(opened: Open, directory: Path, size: int) -> None:
+    bucket = opened()
+    fill(bucket)
+    before = contents(bucket)
+    bucket.abandon()
+    last = max((directory / "journal").iterdir())
+    (directory / "journal" / f"{int(last.stem) + 1:08d}.log").write_bytes(bytes(size))
+    assert list(check(directory)) == []
+    bucket = opened(ROLLING)
+    assert contents(bucket) == before
     assert not bucket.opening.branched
     fill(bucket)
     before = contents(bucket)

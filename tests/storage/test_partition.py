@@ -148,11 +148,62 @@ def test_the_sweeper_deletes_what_expired_and_looks_at_nothing_else(opened: Open
     store.touch(b"goes1", 0)
     assert bucket.sweep() == 0
     wall.now += 5
-    assert len(bucket.expiry) == 101, "what never expires is not looked at"
+    assert len(bucket.expiry) == 100, "what never expires is not looked at, and nothing twice"
     assert bucket.sweep() == 98
     assert len(bucket.expiry) == 1
     assert store.count == 102
     assert bucket.sweep() == 0
+
+
+def test_an_item_that_is_touched_again_and_again_is_looked_for_once(opened: Open, wall: Wall) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    store.write(b"k", b"", expiration=int(wall.now) + 500)
+    for seconds in (*range(501, 600), 30, 20, 50, 40):
+        store.touch(b"k", int(wall.now) + seconds)
+    assert len(bucket.expiry) == 1
+    wall.now += 39
+    assert bucket.sweep() == 0
+    assert len(bucket.expiry) == 1
+    wall.now += 1
+    assert bucket.sweep() == 1
+    assert opcodes(store) == [EXPIRATION]
+    assert len(bucket.expiry) == 0
+
+
+def test_an_item_that_cannot_be_swept_keeps_no_other_from_it(opened: Open, wall: Wall) -> None:
+    bucket = opened()
+    for store in bucket.partitions:
+        for n in range(3):
+            store.write(b"k%d" % n, b"", expiration=int(wall.now) + 5)
+    bucket.partitions[1].high = MAX_SEQNO
+    wall.now += 5
+    assert bucket.sweep() == 9
+    assert [opcodes(store) for store in bucket.partitions] == [
+        [EXPIRATION] * 3, [MUTATION] * 3, [EXPIRATION] * 3, [EXPIRATION] * 3,
+    ]  # fmt: skip
+
+
+def test_what_a_rollback_brings_back_still_expires(opened: Open, wall: Wall) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    store.write(b"k", b"", expiration=int(wall.now) + 5)
+    wall.now += 5
+    assert bucket.sweep() == 1
+    assert store.rollback(Seqno(1)) == 1
+    assert bucket.sweep() == 1
+    assert opcodes(store) == [EXPIRATION]
+
+
+def test_the_last_revision_that_there_is_ends_nothing(opened: Open, wall: Wall) -> None:
+    store = opened().partitions[0]
+    for key, expiration in ((b"touched", 0), (b"deleted", 0), (b"expired", int(wall.now) + 5)):
+        store.write_meta(key, b"", revision=2**64 - 1, new_cas=1, expiration=expiration)
+    store.touch(b"touched", 0)
+    store.delete(b"deleted")
+    wall.now += 5
+    assert store.bucket.sweep() == 1
+    assert [records.item_of(record).seqno for record in store.changes_after(Seqno(0)).records()] == [4, 5, 6]
 
 
 def test_expirations_survive_a_restart(opened: Open, wall: Wall) -> None:

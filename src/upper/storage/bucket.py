@@ -429,7 +429,8 @@ class Bucket:
 
     def served(self, store: PartitionStore) -> None:
         """Keep `table` in step with a partition's state."""
-        fast = store.state is State.ACTIVE and self.failed is None and store.high < FAST_SEQNOS
+        able = self.failed is None and not store.unreadable
+        fast = able and store.state is State.ACTIVE and store.high < FAST_SEQNOS
         self.table[store.id] = store if fast else None
 
     def roll_back(self, store: PartitionStore, to: Seqno, *, fresh: BranchId | None) -> Seqno:
@@ -450,12 +451,14 @@ class Bucket:
         """Delete up to `limit` items whose time has come; returns how many."""
         if self.failed is not None:
             return 0
-        swept = 0
-        try:
-            for number, key in self.expiry.due(self.clock.seconds(), limit):
+        swept, trouble = 0, None
+        for number, key in self.expiry.due(self.clock.seconds(), limit):
+            try:
                 swept += self.partitions[number].expire(key)
-        except UpperError as error:
-            log.error("bucket %s: sweeping stopped: %s", self.name, error)
+            except UpperError as error:
+                trouble = error  # of this item: the others are swept all the same
+        if trouble is not None:
+            log.error("bucket %s: some items that expired stay: %s", self.name, trouble)
         return swept
 
     def weigh(self) -> None:

@@ -242,7 +242,8 @@ class Loader:
         for index, (number, path, file) in enumerate(paths):
             is_last = index == len(paths) - 1
             data = path.read_bytes() if file is None else path.read_bytes()[: file.size]
-            if is_last and len(data) < FILE_HEADER:
+            # Too short, or made long enough before its bytes arrived: nothing can have followed.
+            if is_last and (len(data) < FILE_HEADER or data == bytes(FILE_HEADER)):
                 tail.drop.append(path)
                 tail.cut += len(data)
                 break

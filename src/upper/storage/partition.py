@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from upper import kernel
 from upper.errors import (
@@ -38,9 +38,6 @@ from upper.storage import records
 from upper.storage.changes import Changes
 from upper.storage.records import DELETION, EXPIRATION, FLUSH, MUTATION, Item
 from upper.storage.state import PartitionState
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("upper.storage")
 
@@ -218,13 +215,19 @@ class PartitionStore(PartitionState):
         return Written(Cas(cas), Seqno(seqno))
 
     def expire(self, key: bytes) -> bool:
-        """Delete an item whose time has come; False if it has not. For the sweeper."""
+        """Delete an item whose time has come; False if it has not. For the sweeper, which asks once a key."""
+        self._readable()
         entry = self.items.get(key)
-        if entry is None or not self._expired(self._fetch(entry)):
+        expiration = 0 if entry is None else records.tail_of(self._fetch(entry))[1]
+        if not expiration:
+            return False
+        now = self.bucket.clock.seconds()
+        if expiration > now:  # it was touched since
+            self.bucket.expiry.add(expiration, self.id, key)
             return False
         if self.state is not State.ACTIVE:
             # The active copy decides. Should this become the active one before it has, look again.
-            self.bucket.expiry.add(self.bucket.clock.seconds() + 60, self.id, key)
+            self.bucket.expiry.add(now + 60, self.id, key)
             return False
         self._bury(key, EXPIRATION)
         return True
@@ -373,7 +376,8 @@ class PartitionStore(PartitionState):
 
     def _revision(self, key: bytes) -> int:
         entry = self.items.get(key)
-        return 1 if entry is None else records.meta_of(self._fetch(entry))[2] + 1
+        # A revision from elsewhere may be the last there is; the kernel counts on from 0 then, and so do we.
+        return 1 if entry is None else records.meta_of(self._fetch(entry))[2] + 1 & records.MAX_U64
 
     def _next(self) -> int:
         if self.high >= MAX_SEQNO:
@@ -392,6 +396,7 @@ class PartitionStore(PartitionState):
 
     def _writable(self, key: bytes) -> None:
         self.bucket.writable()
+        self._readable()
         if len(key) > MAX_KEY:
             raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {len(key)}")
 

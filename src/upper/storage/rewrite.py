@@ -217,7 +217,7 @@ class Rewriter:
 
     def _launch(self, batch: int) -> None:
         chosen, self._chosen = self._chosen, []
-        self._packs = self._make_packs([store for store in chosen if not store.compacting], batch)
+        self._packs = self._make_packs(chosen, batch)
         for pack in self._packs:
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
@@ -226,13 +226,18 @@ class Rewriter:
             self._worker.submit(self._run, self._packs)
 
     def _make_packs(self, stores: list[PartitionStore], batch: int) -> list[compact.Pack]:
-        """Take down these partitions, and share them out to files."""
+        """Take down these partitions, and share them out to files.
+
+        Not those that are on their way into one, nor those of which memory is not what the disk has.
+        """
         bucket, quota = self._bucket, self._bucket.settings.memory_quota
         crowded = quota is not None and bucket.resident > 0.75 * quota
         packs: list[compact.Pack] = []
         sections: list[compact.Section] = []
         size, limit = 0, self._pack_limit
         for store in stores:
+            if store.compacting or store.unreadable:
+                continue
             if sections and (size + store.size > limit or len(sections) == PACK_PARTITIONS):
                 packs.append(self._pack(sections, batch))
                 sections, size = [], 0
@@ -385,7 +390,7 @@ class Rewriter:
 
     def compact_now(self, stores: list[PartitionStore]) -> None:
         """The same without a loop in between: for tools, tests and repairs."""
-        packs = self._make_packs([store for store in stores if not store.compacting], self._bucket.done)
+        packs = self._make_packs(stores, self._bucket.done)
         for pack in packs:
             pack.committed.set()
         try:

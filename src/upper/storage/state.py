@@ -156,3 +156,6 @@ class PartitionState(kernel.Table):
         self.incoming, self._complete = other.incoming, other._complete
         self.durable = self.high
         self.epoch += 1
+        # The sweeper may have had its look at these already, when they were gone or lived longer.
+        for record in kernel.measure(self.items)[2]:
+            self.bucket.expiry.add(records.tail_of(record)[1], self.id, records.key_of(record))
