@@ -354,6 +354,82 @@ def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
             peer.close()
 
 
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return made(tmp_path_factory.mktemp("certificate"))
+
+
+def over_tls(address: tuple[str, int], certificate: Path) -> Peer:
+    peer = Peer(address)
+    context = ssl.create_default_context(cafile=str(certificate))
+    peer.socket = context.wrap_socket(peer.socket, server_hostname="127.0.0.1")
+    return peer
+
+
+def ended(connection: socket.socket) -> bool:
+    """Waits until the node has closed it; false if it says something."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def test_who_never_agrees_on_keys_counts_as_a_connection(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
+    options = ("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1]), "--connections", "3")
+    with (
+        Node(tmp_path / "data", *options).start() as node,
+        over_tls(node.address, certificate[0]) as known,
+        node.connect() as silent,
+        node.connect() as garbled,
+    ):
+        silent.sendall(b"\x16\x03\x01")  # how TLS begins, and then nothing
+        while known.stats()["curr_connections"] != "3":
+            pass
+        with node.connect() as extra:
+            assert ended(extra)
+        assert known.stats()["refused_connections"] == "1"
+        garbled.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        while garbled.recv(100):
+            pass  # how TLS says that this is none of it
+        while known.stats()["curr_connections"] != "2":
+            pass
+        with over_tls(node.address, certificate[0]) as welcome:
+            assert welcome.set(b"k", b"v").status == 0
+            assert known.stats()["total_connections"] == "2"
+        assert node.stop() == 0
+
+
+def test_who_does_not_agree_on_keys_in_time_is_closed(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    settings = ServerSettings(
+        port=0, tls=Tls(certificate=certificate[0], key=certificate[1]), limits=Limits(handshake=0.3)
+    )
+    with Running(tmp_path / "data", settings) as node:
+        address = ("127.0.0.1", node.port)
+        with (
+            over_tls(address, certificate[0]) as known,
+            socket.create_connection(address, timeout=10) as silent,
+        ):
+            assert ended(silent)
+            assert known.set(b"k", b"v").status == 0
+            while known.stats()["curr_connections"] != "1":
+                pass
+
+
+def test_a_node_that_stops_waits_for_no_keys(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    tls = Tls(certificate=certificate[0], key=certificate[1])
+    settings = ServerSettings(port=0, tls=tls, limits=Limits(handshake=3600))
+    with Running(tmp_path / "data", settings) as node:
+        address = ("127.0.0.1", node.port)
+        silent = socket.create_connection(address, timeout=10)
+        with over_tls(address, certificate[0]) as known:
+            while known.stats()["curr_connections"] != "2":
+                pass
+    assert ended(silent)
+    silent.close()
+
+
 def test_an_idle_connection_is_closed_and_one_that_follows_is_not(tmp_path: Path) -> None:
     node = Node(tmp_path / "data", "--idle", "1").start()
     with node, Peer(node) as follower, Peer(node, None) as idle:

@@ -1,7 +1,7 @@
 """The only place that opens a listening socket.
 
-Whether an address may be bound at all was decided when the settings were made; here it is bound, with TLS
-where there is a certificate. Ports that are taken and certificates that do not load become one sentence.
+Whether an address may be bound at all was decided when the settings were made; here it is bound. Ports that
+are taken and certificates that do not load become one sentence.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from collections.abc import Callable
 from upper.server.settings import BadSettings, Tls
 
 BACKLOG = 1024  # connections that may wait to be accepted
-HANDSHAKE = 10.0  # seconds that a peer gets to agree on keys; until then no other limit sees it
 
 
-async def listen(
-    factory: Callable[[], asyncio.Protocol], host: str, port: int, *, tls: Tls | None = None
-) -> tuple[asyncio.Server, int]:
+async def listen(factory: Callable[[], asyncio.Protocol], host: str, port: int) -> tuple[asyncio.Server, int]:
     """Listen, and say on which port."""
-    context = None if tls is None else server_context(tls)
-    bound = bind(host, port)
     loop = asyncio.get_running_loop()
-    handshake = None if context is None else HANDSHAKE
-    server = await loop.create_server(
-        factory, sock=bound, ssl=context, backlog=BACKLOG, ssl_handshake_timeout=handshake
-    )
+    server = await loop.create_server(factory, sock=bind(host, port), backlog=BACKLOG)
     return server, bound_port(server)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; the caller owns it."""
+    """A socket that listens; the caller owns it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -44,8 +36,10 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
     listening = socket.socket(family, kind, protocol)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setblocking(False)
     try:
         listening.bind(address)
+        listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
         raise BadSettings(

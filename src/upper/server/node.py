@@ -23,10 +23,11 @@ from upper.history.producing import Sending
 from upper.model.messages import EndReason
 from upper.model.values import BranchId, Seqno, State
 from upper.server import commands
+from upper.server.arrival import Arrivals
 from upper.server.auth import Users, load_users
 from upper.server.connection import Connection
 from upper.server.hub import Hub
-from upper.server.listen import listen
+from upper.server.listen import bind, listen, server_context
 from upper.server.metrics import MetricsPage
 from upper.server.settings import ServerSettings
 from upper.server.stats import Counters, Timings
@@ -82,6 +83,7 @@ class Node:
         self.verifier = ThreadPoolExecutor(1, thread_name_prefix="upper-login")
         self.hub: Hub = Hub(bucket)
         self.connections: dict[int, Connection] = {}
+        self.arriving: set[Connection] = set()  # over TLS, without keys yet; they count too
         self.waiting: dict[int, Connection] = {}  # those with answers that wait for the disk
         self.committed = bucket.done  # the last batch that anybody may be told of
         self.barrier = 0  # a flush of this batch hides items whose records are gone already
@@ -89,7 +91,7 @@ class Node:
         self._tap_sessions: dict[str, TapSession] = {}
         self._map: bytes | None = None
         self._revision = int(time.time())
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[asyncio.Server | Arrivals] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Event | None = None
@@ -101,10 +103,14 @@ class Node:
         self.bucket.attach(self.loop)
         self.bucket.subscribe(self._on_commit)
         settings = self.settings
-        server, self.port = await listen(
-            lambda: Connection(self), settings.host, settings.port, tls=settings.tls
-        )
-        self._servers.append(server)
+        if settings.tls is None:
+            server, self.port = await listen(lambda: Connection(self), settings.host, settings.port)
+            self._servers.append(server)
+        else:
+            context = server_context(settings.tls)
+            listening = bind(settings.host, settings.port)
+            self.port = listening.getsockname()[1]
+            self._servers.append(Arrivals(self, listening, context))
         if settings.metrics_port is not None:
             page, self.metrics_port = await listen(
                 lambda: MetricsPage(self), settings.metrics_host, settings.metrics_port
@@ -147,15 +153,27 @@ class Node:
 
     # ── Connections ───────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def open(self) -> int:
+        """Connections, also those that are not ready to be spoken on."""
+        return len(self.connections) + len(self.arriving)
+
+    def refusal(self) -> str | None:
+        """Why one more connection is refused, if it is."""
+        limit = self.settings.limits.connections
+        if self.open < limit:
+            return None
+        self.counters.refused_connections += 1
+        return f"{limit} connections are open, which is the limit; close some or raise it"
+
     def admit(self, connection: Connection) -> str | None:
         """Take in a connection, or say why not."""
-        limit = self.settings.limits.connections
-        if len(self.connections) >= limit:
-            self.counters.refused_connections += 1
-            return f"{limit} connections are open, which is the limit; close some or raise it"
-        self.counters.connections += 1
-        self.connections[connection.number] = connection
-        return None
+        self.arriving.discard(connection)
+        refusal = self.refusal()
+        if refusal is None:
+            self.counters.connections += 1
+            self.connections[connection.number] = connection
+        return refusal
 
     def forget(self, connection: Connection) -> None:
         if self.connections.pop(connection.number, None) is not None:

@@ -22,7 +22,8 @@ class BadSettings(UpperError):
 class Limits:
     """What one connection, and all of them together, may cost."""
 
-    connections: int = 10_000  # at a time; one more is refused with a sentence and closed
+    connections: int = 10_000  # at a time; one more is refused with a sentence, over TLS without, and closed
+    handshake: float = 10.0  # seconds that a peer gets to agree on keys, over TLS
     item: int = 20 * MIB  # bytes of a value
     before_login: int = 64 * KIB  # bytes that a connection may send before it has authenticated
     login: float = 30.0  # seconds in which it must have authenticated, where there are users

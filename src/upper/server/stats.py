@@ -158,7 +158,7 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic("curr_items", G, "items, without deletions", _sum("count")),
     Statistic("tombstones", G, "deletions that are remembered", _sum("tombstones")),
     Statistic("bytes", G, "of all records, in memory or not", _sum("size")),
-    Statistic("curr_connections", G, "open now", lambda node: len(node.connections)),
+    Statistic("curr_connections", G, "open now, also those that only agree on keys", lambda node: node.open),
     Statistic("total_connections", C, "accepted since the start", _count("connections")),
     Statistic(
         "refused_connections", C, "refused because the limit was reached", _count("refused_connections")
