@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bench import GROUPS, Row, load
 from bench import __main__ as main
-from bench.growth import exponent, steepness
+from bench.growth import exponent, in_turns, steepness
 
 HERE = Path(main.__file__).parent
 
@@ -78,6 +78,17 @@ def test_a_constant_part_does_not_hide_a_steep_tail() -> None:
         (float(size), 1.0 + (size / 500) ** 2) for size in (1, 10, 100, 1_000, 10_000, 100_000)
     ]
     assert exponent(quadratic_later) < 1.3 < 1.9 < steepness(quadratic_later)
+
+
+def test_sizes_are_measured_in_turns_and_the_least_of_each_counts() -> None:
+    order: list[tuple[int, int]] = []
+
+    def measure(size: int, turn: int) -> float:
+        order.append((turn, size))
+        return size * 10.0 + (turn - 1) ** 2  # the middle turn is the quiet one
+
+    assert in_turns((1, 2, 4), measure, turns=3) == [(1, 10.0), (2, 20.0), (4, 40.0)]
+    assert order == [(turn, size) for turn in range(3) for size in (1, 2, 4)]
 
 
 def test_a_group_that_crashes_is_told_apart_and_takes_nothing_with_it(
