@@ -151,6 +151,22 @@ def test_a_rollback_may_be_awaited_and_a_checkpoint_is_kept(node: Node, tmp_path
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(node: Node, scheme: str) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(node.url.replace("upr", scheme)) as it:
+            await it.set_many((f"k{n}", "1") for n in range(100))
+            for follow in (it.changes, it.changes_arrow):
+                async with follow(until="now") as feed, asyncio.timeout(30):
+                    await it.promote(2, to=0)
+                    async for _ in feed:
+                        pass
+                    assert {p: at.seqno for p, at in feed.positions.items()} == await it.seqnos()
+                await it.set_many((f"k{n}", "2") for n in range(100))
+
+    asyncio.run(main())
+
+
 def test_time_runs_out_and_nobody_there_is_said(node: Node) -> None:
     async def main() -> None:
         async with upper.aio.connect(node.url, timeout=0.5) as it:

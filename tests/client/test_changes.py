@@ -21,7 +21,7 @@ from upper.client.follow import FollowSettings
 from upper.client.lane import Lane, event_of
 from upper.client.link import Link
 from upper.client.positions import Known
-from upper.errors import BadCheckpoint, InvalidArguments, NotMyPartition, RollbackRequired
+from upper.errors import BadCheckpoint, InvalidArguments, NotMyPartition, RollbackRequired, Unreachable
 from upper.history.following import Following
 from upper.kernel.arrow import schema
 from upper.model import messages
@@ -115,18 +115,77 @@ def test_it_does_not_end_because_it_is_quiet(bucket: Bucket) -> None:
     assert seen == ["mutation", "snapshot_end"]
 
 
+def ends(feed: Feed[Any], *, within: float = 30) -> list[Any]:
+    """Everything that comes; fails where no end does."""
+    stuck = threading.Timer(within, feed.close)
+    stuck.start()
+    items = list(feed)
+    assert stuck.is_alive(), "nobody writes anything, and it waits all the same"
+    stuck.cancel()
+    return items
+
+
 @pytest.mark.parametrize("bulk", [False, True])
-def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(node: Node, bulk: bool) -> None:
-    with upper.connect(node.url) as bucket:
+@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(
+    node: Node, scheme: str, bulk: bool
+) -> None:
+    with upper.connect(node.url.replace("upr", scheme)) as bucket:
         bucket.set_many((f"k{n}", "1") for n in range(100))
         feed: Feed[Any] = bucket.changes_arrow(until="now") if bulk else bucket.changes(until="now")
         bucket.promote(2, to=0)
-        stuck = threading.Timer(30, feed.close)
-        stuck.start()
-        list(feed)
-        assert stuck.is_alive(), "nobody wrote anything, and it ended all the same"
-        stuck.cancel()
+        ends(feed)
         assert consistent(bucket, feed)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+def test_now_is_reached_through_failovers_inside_a_snapshot_and_the_place_is_kept(
+    node: Node, tmp_path: Path, scheme: str, bulk: bool
+) -> None:
+    store = upper.Checkpoint(tmp_path / "place.json")
+    with upper.connect(node.url.replace("upr", scheme)) as bucket:
+        bucket.set_many((f"k{n}", "x" * 4000) for n in range(5000))  # more than fits between here and there
+        follow = bucket.changes_arrow if bulk else bucket.changes
+        feed: Feed[Any] = follow(since=store, until="now", on_rollback="continue")
+        next(feed)
+        for partition in range(4):
+            bucket.promote(partition, to=0)
+        next(feed)
+        bucket.set_many((f"n{n}", "y") for n in range(40))
+        bucket.promote(1, to=0)
+        items = ends(feed)
+        rolled = "rollback" if bulk else upper.Rollback
+        assert any(rolled in (item["operation"].to_pylist() if bulk else [type(item)]) for item in items)
+        after = follow(since=store, until="now", on_rollback="continue")
+        ends(after)
+        assert consistent(bucket, after)
+
+
+def test_a_dump_ends_also_when_a_failover_takes_some_of_it_back(node: Node) -> None:
+    with upper.connect(node.url.replace("upr", "tap")) as bucket:
+        bucket.set_many((f"k{n}", "x" * 1000) for n in range(5000))
+        feed = bucket.changes(until="now")
+        next(feed)
+        bucket.promote(2, to=0)
+        left: set[bytes] = set()
+        for event in ends(feed):
+            if isinstance(event, upper.Flush):
+                left = {key for key in left if bucket.partition_of(key) != event.partition}
+            elif isinstance(event, upper.Mutation):
+                left.add(event.key)
+        assert {key for key in left if bucket.partition_of(key) == 2} == set()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_dump_that_the_node_breaks_off_is_not_taken_for_whole(node: Node, end: str) -> None:
+    with upper.connect(node.url.replace("upr", "tap")) as bucket:
+        bucket.set_many((f"k{n}", "x" * 4000) for n in range(5000))
+        feed = bucket.changes(until="now")
+        next(feed)
+        getattr(node, end)()
+        with pytest.raises(Unreachable, match="start over"):
+            ends(feed)
 
 
 def test_positions_are_taken_up_where_they_were_left(bucket: Bucket) -> None:

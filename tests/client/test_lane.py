@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from upper.client import events
-from upper.client.lane import Drop, Lane, Stage
+from upper.client.lane import AskHighs, Drop, Lane, Stage
 from upper.client.positions import Known
 from upper.errors import RemoteProtocolError
 from upper.model.messages import (
@@ -223,3 +223,44 @@ def test_what_cannot_be_is_not_believed() -> None:
     lane.on(SnapshotMarker(partition=P))
     with pytest.raises(RemoteProtocolError):
         lane.on(change(3))  # not after where we stand
+
+
+def test_without_flags_the_log_stands_on_both_sides_of_the_stream_and_must_be_the_same() -> None:
+    lane = Lane(P, known(3), log_apart=True)
+    (ask,) = lane.open()
+    assert isinstance(ask, FailoverLogRequest)
+    request, again = lane.on_log(log((A, 0)))
+    assert isinstance(request, StreamRequest)
+    assert again == ask
+    assert lane.on_accepted(()) == []
+    assert lane.on_log(log((A, 0))) == []
+    (drop,) = lane.on_log(log((B, 3), (A, 0)))
+    assert isinstance(drop, Drop), "the stream may be of either branch"
+
+
+def test_without_flags_the_end_is_how_far_the_partition_turns_out_to_be() -> None:
+    lane = Lane(P, known(3), until=Seqno(20), flags=StreamFlag.UNTIL_NOW, log_apart=True)
+    lane.open()
+    request, _, highs = lane.on_log(log((A, 0)))
+    assert isinstance(request, StreamRequest)
+    assert request.end == 20
+    assert isinstance(highs, AskHighs)
+    lane.on_accepted(())
+    assert lane.on_high(Seqno(25)) == [], "it goes on by itself"
+    assert lane.on_high(None) == [], "somebody else holds it, and will tell"
+    (drop,) = lane.on_high(Seqno(8))
+    assert isinstance(drop, Drop)
+    lane.cut()
+    lane.open()
+    request, _, _ = lane.on_log(log((B, 8), (A, 0)))
+    assert isinstance(request, StreamRequest)
+    assert request.end == 8
+
+
+def test_an_end_that_was_given_is_waited_for_however_far_the_partition_is() -> None:
+    lane = Lane(P, known(3), until=Seqno(20), log_apart=True)
+    lane.open()
+    assert len(lane.on_log(log((A, 0)))) == 2
+    lane.on_accepted(())
+    assert lane.on_high(Seqno(8)) == []
+    assert lane.until == 20

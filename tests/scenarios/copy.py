@@ -28,7 +28,7 @@ from upper.client.reader import Reader, Typed
 from upper.client.url import Node
 from upper.model.messages import StreamFlag
 from upper.model.values import Partition, Seqno
-from upper.wire.upr import UPR
+from upper.wire.upr0 import UPR0
 
 
 @dataclass
@@ -133,8 +133,12 @@ class Consumer:
         columns: bool = False,
         noop: int = 0,
         prefix: bytes = b"",
+        now: bool = False,
     ) -> None:
-        """`columns`: changes in bulk, as record batches, instead of one by one. `prefix`: only such keys."""
+        """`columns`: changes in bulk, as record batches, instead of one by one. `prefix`: only such keys.
+
+        `now`: of `until` only what still exists; else all of it, and the snapshot that it lies in.
+        """
         self.world, self.memory, self.prefix = world, memory, prefix
         self.copy = memory.live = memory.state.cloned()
         self.alive = True
@@ -149,15 +153,23 @@ class Consumer:
             settings=FollowSettings(window=random.choice((200, 1 << 20)), noop=noop),
         )
         begins = memory.load() or Positions({}, of=world.partitions)
-        flags = StreamFlag.WHOLE_SNAPSHOTS if until is not None else StreamFlag.NONE
+        flags = StreamFlag.NONE
+        if until is not None:
+            flags = StreamFlag.UNTIL_NOW if now else StreamFlag.WHOLE_SNAPSHOTS
         lanes = [
-            Lane(p, begins.known(p), until=None if until is None else until[p], flags=flags)
+            Lane(
+                p,
+                begins.known(p),
+                until=None if until is None else until[p],
+                flags=flags,
+                log_apart=world.dialect is UPR0,
+            )
             for p in world.shards
         ]
         follower = Follower(
             lanes,
             world.routes(),
-            dialect=UPR,
+            dialect=world.dialect,
             random=random.random,
             controls={b"filter.key.prefix": prefix} if prefix else None,
             settings=self.wanted.settings,

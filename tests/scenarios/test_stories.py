@@ -15,6 +15,9 @@ from tests.scenarios.world import Shard, World
 from upper.client.events import Rollback, SnapshotEnd
 from upper.client.lane import Stage
 from upper.model.values import Partition, Seqno
+from upper.wire.table import Dialect
+from upper.wire.upr import UPR
+from upper.wire.upr0 import UPR0
 
 P0 = Partition(0)
 CHUNK = 50
@@ -28,13 +31,15 @@ if ONE is not None:
 def live_through(seed: int) -> tuple[World, Consumer]:
     """A bad day for a cluster and for whoever follows it; then peace.
 
-    Every third follower reads in bulk, every fourth wants only some keys, and two of three meet faults inside
-    their handshakes as well.
+    Every third follower reads in bulk, every fourth wants only some keys, every fifth speaks UPR/0 (which has
+    no filters), and two of three meet faults inside their handshakes as well.
     """
     pieces = ((1, 24, 100, 1 << 20), (60, 300))[seed % 2]
     malice = (0.0, 0.05, 0.3)[seed // 2 % 3]
-    world = World(seed, partitions=4, node_count=seed // 3 % 3 + 1, pieces=pieces, malice=malice)
-    memory, columns, prefix = Memory(), seed % 3 == 0, b"a" if seed % 4 == 1 else b""
+    dialect = UPR0 if seed % 5 == 2 else UPR
+    nodes = seed // 3 % 3 + 1
+    world = World(seed, partitions=4, node_count=nodes, pieces=pieces, malice=malice, dialect=dialect)
+    memory, columns, prefix = Memory(), seed % 3 == 0, b"a" if seed % 4 == 1 and dialect is UPR else b""
     consumer = Consumer(world, memory, columns=columns, prefix=prefix)
     random = world.random
     for _ in range(60):
@@ -205,6 +210,54 @@ def test_an_end_is_reached_through_cuts_and_failovers_and_is_consistent(seeds: r
             assert known.seqno == known.consistent_at, f"seed {seed}: partition {partition} is not consistent"
             if not world.counts["failovers"]:
                 assert known.seqno >= until[partition]
+
+
+@pytest.mark.parametrize("dialect", [UPR, UPR0], ids=["upr", "upr0"])
+@pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_now_is_reached_whatever_is_taken_back_meanwhile(seeds: range, dialect: Dialect) -> None:
+    """It ends with all that was there when it began and still is, and what it saved is a true place."""
+    for seed in seeds:
+        try:
+            until_now(seed, dialect)
+        except Exception as error:
+            raise AssertionError(f"UPPER_SEED={seed} fails: {error!r}") from error
+
+
+def until_now(seed: int, dialect: Dialect) -> None:
+    malice = (0.0, 0.1, 0.4)[seed % 3]
+    pieces = ((60, 300), (1, 24, 100, 1 << 20))[seed // 3 % 2]
+    world = World(seed, partitions=2, node_count=2, keys=10**12, pieces=pieces, dialect=dialect)
+    random, memory, columns = world.random, Memory(), seed % 2 == 0
+    for _ in range(random.choice((3, 60))):
+        world.write()
+    began = {p: set(shard.items()) for p, shard in world.shards.items()}  # every key is written once
+    until = {p: Seqno(shard.high) for p, shard in world.shards.items()}
+    if random.random() < 0.5:
+        world.fail_over(P0, lose=random.choice((1, 5, 100)))  # before it has asked for anything else
+    world.malice = malice
+    consumer = Consumer(world, memory, until=until, columns=columns, now=True)
+    for _ in range(100):
+        world.run(random.random() * 0.02)
+        if random.random() < 0.3:
+            world.write()
+        if (fault := random.random()) < 0.1:
+            world.cut_one()
+        elif fault < 0.15:
+            consumer.crash()
+            consumer = Consumer(world, memory, until=until, columns=columns, now=True)
+        elif fault < 0.4:
+            _disturb(world, fault)
+    world.malice = 0.0
+    world.run(60)
+    assert consumer.follower.done
+    for partition, shard in world.shards.items():
+        still = began[partition] & shard.items().keys() - shard.flushed
+        assert still <= set(consumer.copy.items.get(partition, {})), f"partition {partition} lacks something"
+    consumer.reader.save(world.now)
+    consumer.crash()
+    consumer = Consumer(world, memory, columns=columns)
+    world.run(60)
+    check(world, consumer)
 
 
 def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:

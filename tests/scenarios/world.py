@@ -32,6 +32,8 @@ from upper.model.messages import (
     Refusal,
     RollbackRequired,
     SeqnoAdvanced,
+    SeqnosAnswer,
+    SeqnosRequest,
     SnapshotEnd,
     SnapshotMarker,
     StreamAccepted,
@@ -43,6 +45,7 @@ from upper.model.messages import (
 from upper.model.values import BranchId, FailoverLog, Partition, Seqno, Version
 from upper.wire.codes import Side, Status
 from upper.wire.packet import HEADER_SIZE
+from upper.wire.table import Dialect
 from upper.wire.upr import UPR
 
 
@@ -65,6 +68,7 @@ class Shard:
         self.purged = Seqno(0)
         self.streams: list[Stream] = []
         self.owner: int | None = 0
+        self.flushed: set[bytes] = set()  # keys that a flush took, even if a failover took that back
 
     @property
     def high(self) -> Seqno:
@@ -131,7 +135,7 @@ class Session:
             end = at + HEADER_SIZE + int.from_bytes(data[at + 8 : at + 12], "big")
             if end > len(data):
                 break
-            self.on(UPR.decode(data[at:end], by=Side.CLIENT))
+            self.on(self.world.dialect.decode(data[at:end], by=Side.CLIENT))
             at = end
         self._rest = data[at:]
 
@@ -143,10 +147,15 @@ class Session:
                 self.say(Acknowledged(opcode=0x5E, opaque=message.opaque))
             case BufferAck():
                 self.acknowledged += message.size
+            case SeqnosRequest():
+                mine = [shard for shard in self.world.shards.values() if shard.owner == self.node]
+                seqnos = tuple((shard.id, shard.high) for shard in mine)
+                self.say(SeqnosAnswer(opaque=message.opaque, seqnos=seqnos))
             case FailoverLogRequest():
                 self.world.ambush(self.wire, message.partition)
                 if (shard := self.mine(message.partition, message.opaque, 0x51)) is not None:
-                    self.say(FailoverLogAnswer(opaque=message.opaque, versions=shard.log.versions))
+                    of = {"opaque": message.opaque, "partition": shard.id}
+                    self.say(FailoverLogAnswer(versions=shard.log.versions, **of))  # type: ignore[arg-type]
                 self.world.ambush(self.wire, message.partition)
             case StreamRequest():
                 self.world.ambush(self.wire, message.partition)
@@ -160,22 +169,24 @@ class Session:
         shard = self.world.shards[partition]
         if shard.owner == self.node:
             return shard
-        value = self.world.map() if self.world.random.random() < 0.5 else b""
-        self.say(Refusal(opcode=opcode, status=Status.NOT_MY_VBUCKET, opaque=opaque, value=value))
+        value = self.world.map() if self.world.random.random() < 0.5 and self.world.dialect is UPR else b""
+        opcode = opcode if self.world.dialect is UPR else 0x01
+        status = Status.NOT_MY_VBUCKET
+        self.say(Refusal(opcode=opcode, status=status, opaque=opaque, partition=partition, value=value))
         return None
 
     def open(self, shard: Shard, request: StreamRequest) -> None:
         if any(stream.open and stream.opaque == request.opaque for stream in self.streams):
-            self.say(Refusal(opcode=0x50, status=Status.KEY_EXISTS, opaque=request.opaque))
-            return
+            raise AssertionError("a stream that is open already was asked for")
         match resume.answer(request, shard.log, high=shard.high, purged=shard.purged):
             case resume.Rollback(to, _):
                 self.world.counts["rollbacks"] += 1
-                self.say(RollbackRequired(opaque=request.opaque, seqno=to))
+                self.say(RollbackRequired(opaque=request.opaque, seqno=to, partition=shard.id))
             case resume.Refuse(why):
                 raise AssertionError(why)
             case resume.Resume():
-                self.say(StreamAccepted(opaque=request.opaque, versions=shard.log.versions))
+                versions = shard.log.versions if request.flags & StreamFlag.SEND_LOG else ()
+                self.say(StreamAccepted(opaque=request.opaque, versions=versions, partition=shard.id))
                 whole = bool(request.flags & StreamFlag.WHOLE_SNAPSHOTS)
                 end = request.end
                 if request.flags & StreamFlag.UNTIL_NOW:
@@ -191,7 +202,7 @@ class Session:
     def say(self, *messages: Message) -> None:
         if not self.wire.alive:
             return
-        self.wire.to_client(b"".join(UPR.encode(message) for message in messages))
+        self.wire.to_client(b"".join(self.world.dialect.encode(message) for message in messages))
 
 
 class Wire:
@@ -243,6 +254,7 @@ class World:
     keys: int = 6
     pieces: tuple[int, ...] = (1, 24, 100, 1 << 20)  # bytes that arrive together
     malice: float = 0.0  # how often something happens in the middle of a handshake
+    dialect: Dialect = UPR
     random: Random = field(init=False)
     now: float = 0.0
 
@@ -323,6 +335,8 @@ class World:
 
     def _add(self, shard: Shard, key: bytes | None, value: bytes | None) -> None:
         entry = Entry(Seqno(shard.high + 1), key, value)
+        if key is None:
+            shard.flushed |= shard.items().keys()
         shard.history.append(entry)
         if key is None:
             shard.purged = entry.seqno

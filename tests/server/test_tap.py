@@ -15,10 +15,11 @@ from upper.model.messages import (
     Refusal,
     SetState,
     TapConnect,
+    TapOpaque,
 )
 from upper.model.values import Partition, State
 from upper.wire.codes import Opcode, Status
-from upper.wire.tap import TAP
+from upper.wire.tap import DUMPED, TAP
 
 
 def fill(node: Node, count: int, *, partitions: int = 4, prefix: bytes = b"k") -> None:
@@ -70,9 +71,11 @@ def test_a_dump_brings_what_exists_and_hangs_up(node: Node) -> None:
         writer.delete(b"k0", partition=0)
     with Peer(node, TAP) as client:
         client.send(TapConnect(dump=True))
-        seen = client.rest()
+        *seen, last = client.rest()
         assert {type(message) for message in seen} == {Mutation}
         assert len(seen) == 49
+        assert isinstance(last, TapOpaque), "it also says that this was all: a killed node hangs up, too"
+        assert last.value == DUMPED
 
 
 def test_a_list_limits_the_partitions_and_a_foreign_one_is_refused(node: Node) -> None:
@@ -92,7 +95,7 @@ def test_keys_only_says_that_a_value_was_left_out(node: Node) -> None:
     fill(node, 5)
     with Peer(node, TAP) as client:
         client.send(TapConnect(keys_only=True, dump=True))
-        for change in client.rest():
+        for change in client.changes(5):
             assert isinstance(change, Mutation)
             assert change.value == b""
             assert change.tap is not None

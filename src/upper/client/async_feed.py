@@ -14,7 +14,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from upper.client.bulk import Columns
 from upper.client.events import Rollback
-from upper.client.follow import HungUp
 from upper.client.pipes import READ, Pipe, open_pipe
 from upper.client.plan import Plan, Wanted
 from upper.client.positions import Positions
@@ -200,7 +199,7 @@ class Feed(Generic[T]):
             await self._lost(node, error)
             return
         if not data:
-            await self._lost(node, HungUp("the node closed the connection"))
+            await self._lost(node, ConnectionResetError("the node closed the connection"))
             return
         self._arrived.append((node, data))
 

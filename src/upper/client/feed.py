@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from upper.client.events import Rollback
-from upper.client.follow import HungUp
 from upper.client.positions import Positions
 from upper.client.reader import Reader
 from upper.client.routes import Routes
@@ -241,7 +240,7 @@ class Feed(Generic[T]):
         try:
             while (data := line.receive()) is not None:
                 if not data:
-                    lost = HungUp("the node closed the connection")
+                    lost = ConnectionResetError("the node closed the connection")
                     break
                 parts.append(data)
                 size += len(data)

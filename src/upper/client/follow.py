@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from upper.client.backoff import Backoff, BackoffSettings
 from upper.client.decode import Frames
 from upper.client.events import Event
-from upper.client.lane import Drop, Effects, Lane, Stage
+from upper.client.lane import AskHighs, Drop, Effects, Lane, Stage
 from upper.client.link import Answer, refusal
 from upper.client.routes import Routes
 from upper.client.url import Node
@@ -34,6 +34,8 @@ from upper.model.messages import (
     Refusal,
     Response,
     RollbackRequired,
+    SeqnosAnswer,
+    SeqnosRequest,
     StreamAccepted,
 )
 from upper.model.values import FailoverLog, Partition, Seqno
@@ -53,10 +55,6 @@ class FollowSettings:
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
 
 
-class HungUp(ConnectionError):
-    """The node closed the connection in an orderly way."""
-
-
 class Wire:
     """One connection, as the follower sees it."""
 
@@ -66,6 +64,7 @@ class Wire:
         self.acks = Acknowledgements(window)
         self.heard = now
         self.received = 0
+        self.highs_due = False  # streams were asked for, and how far the partitions are is to be asked next
 
 
 class Follower:
@@ -157,6 +156,9 @@ class Follower:
 
     def take_output(self, node: Node) -> bytes:
         wire = self.wires[node]
+        if wire.highs_due:
+            wire.highs_due = False
+            self._say(wire, SeqnosRequest(opaque=ASIDE))
         out = bytes(wire.out)
         wire.out.clear()
         return out
@@ -290,6 +292,12 @@ class Follower:
             case Refusal():
                 self._refused(node, message, now)
                 return []
+            case SeqnosAnswer():
+                highs = dict(message.seqnos)
+                effects = [
+                    e for lane in self._lanes_of(node) for e in lane.on_high(highs.get(lane.partition))
+                ]
+                return self._carry_out(wire, effects[:1], node, now)  # one connection is dropped once
             case FailoverLogAnswer():
                 lane = self._lane(message.opaque)
                 return self._carry_out(wire, lane.on_log(_log(message)), node, now)
@@ -356,6 +364,8 @@ class Follower:
             if isinstance(effect, Drop):
                 assert node is not None
                 self.drop(node, now, "the history branched during the handshake")
+            elif isinstance(effect, AskHighs):
+                wire.highs_due = True
             elif hasattr(effect, "operation"):
                 told.append(effect)  # type: ignore[arg-type]  # only events have one
             else:
@@ -373,4 +383,4 @@ def _log(message: FailoverLogAnswer) -> FailoverLog:
         raise RemoteProtocolError(f"the failover log makes no sense: {error}") from None
 
 
-__all__ = ["FollowSettings", "Follower", "HungUp", "Wire"]
+__all__ = ["FollowSettings", "Follower", "Wire"]

@@ -43,7 +43,7 @@ from upper.model.messages import (
 )
 from upper.model.values import NO_END, ZERO, FailoverLog, Partition, Position, Seqno, State, Version
 
-Effects: TypeAlias = "list[Message | Event | Drop]"
+Effects: TypeAlias = "list[Message | Event | Drop | AskHighs]"
 
 
 class Stage(Enum):
@@ -59,6 +59,10 @@ class Drop:
     """The stream stands on a claim that did not hold: only a new connection is free of its messages."""
 
 
+class AskHighs:
+    """Ask how far this node's partitions are, once for all streams that are asked for together."""
+
+
 class Lane:
     """A partition that is being followed."""
 
@@ -72,7 +76,8 @@ class Lane:
         log_apart: bool = False,
         name: bytes = b"",
     ) -> None:
-        """`log_apart`: the dialect cannot send the log with the stream, so it is always asked for before."""
+        """`log_apart`: the dialect has no flags, so what they would ask for is asked for beside the stream:
+        the log before it and once more behind it, and how far the partition is, where that is the end."""
         self.partition = partition
         self.stream = ConsumerStream(known.trail())
         self.stage = Stage.RESTING
@@ -81,6 +86,7 @@ class Lane:
         self.ended: EndReason | None = None
         self._flags, self._log_apart, self._name = flags, log_apart, name
         self._asked = Position.at(self.stream.branch, ZERO)
+        self._end = NO_END  # of the stream that was asked for last
         self._told: Seqno | None = None  # a rollback that the producer wants, until it has been dealt with
         self._next: Ask | None = None
         self._settling = False  # the stream is asked for only to end the snapshot that we are inside of
@@ -109,9 +115,12 @@ class Lane:
 
     def on_log(self, log: FailoverLog) -> Effects:
         """The failover log that was asked for: go on from the best place that it leaves us."""
-        self.log = log
         if self.stage is not Stage.LOG:
-            return []  # the copy that UPR/0 asks for together with the stream
+            # The one that was asked for behind the stream: the same as before it, or the stream may be of a
+            # newer branch than we take it for.
+            astray = self.stage in (Stage.ASKING, Stage.FLOWING) and self.log is not None and log != self.log
+            return [Drop()] if astray else []
+        self.log = log
         before, branch = self.stream.seqno, self.stream.branch
         told, self._told = self._told, None
         if told is not None and self.stream.phase is Following.ASKING:
@@ -200,10 +209,24 @@ class Lane:
             high_seqno=started,
             name=self._name,
         )
-        if self._log_apart:
-            # The log of the same moment as the stream, for a position is only true under that one.
-            return [FailoverLogRequest(partition=self.partition, opaque=self.partition), request]
-        return [request]
+        self._end = end
+        if not self._log_apart:
+            return [request]
+        log = FailoverLogRequest(partition=self.partition, opaque=self.partition)
+        now = StreamFlag.UNTIL_NOW in self._flags and self.until is not None
+        return [request, log, AskHighs()] if now else [request, log]
+
+    def on_high(self, high: Seqno | None) -> Effects:
+        """How far the partition is, asked behind the stream; None where the node does not hold it.
+
+        Of what there was when we began no more than this is left: a failover may have taken the rest back,
+        and a stream with an end beyond it would wait for what nobody will write.
+        """
+        if self.until is None or high is None or StreamFlag.UNTIL_NOW not in self._flags:
+            return []
+        self.until = min(self.until, high)
+        beyond = self._end > max(self.until, self._asked.seqno)
+        return [Drop()] if beyond and self.stage is Stage.FLOWING else []
 
     # ── The stream ────────────────────────────────────────────────────────────────────────────────
 

@@ -2,8 +2,8 @@
 
 What it cannot say cannot be promised: there are no positions, no snapshots and no rollbacks, and the node
 remembers by the follower's name what was acknowledged. A connection that is lost is opened again under that
-name, and what was not acknowledged comes again. A dump ends when the node hangs up; if it is cut off before,
-only starting over helps.
+name, and what was not acknowledged comes again. A dump ends when the node says that it was all, and hangs up;
+if it is cut off before, only starting over helps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from upper.client import events
 from upper.client.events import Event
-from upper.client.follow import Follower, HungUp, Wire
+from upper.client.follow import Follower, Wire
 from upper.client.lane import Stage, event_of
 from upper.client.link import Answer, refusal
 from upper.client.url import Node
@@ -30,7 +30,7 @@ from upper.model.messages import (
     TapOpaque,
 )
 from upper.model.values import Partition
-from upper.wire.tap import TAP
+from upper.wire.tap import DUMPED, TAP
 
 THE_FUTURE = 2**62  # seconds since the epoch: a backfill from then on is none
 OPCODES: dict[type[object], int] = {
@@ -53,6 +53,7 @@ class TapFollower(Follower):
         super().__init__(*args, dialect=TAP, **more)
         self._name, self._only_new, self._dump, self._keys_only = name, only_new, dump, keys_only
         self._owed: dict[Node, list[Acknowledged]] = {}
+        self._dumped: set[Node] = set()  # nodes that have sent everything
 
     def opened(self, node: Node, now: float) -> None:
         wire = self.wires[node] = Wire(0, now)
@@ -74,7 +75,7 @@ class TapFollower(Follower):
 
     def failed(self, node: Node, now: float, why: object) -> None:
         if self._dump and node in self.wires:
-            if not isinstance(why, HungUp):
+            if node not in self._dumped:
                 raise Unreachable(
                     f"the dump was cut off ({why}), and TAP cannot take one up again; start over"
                 )
@@ -100,7 +101,11 @@ class TapFollower(Follower):
             case SetState():
                 state = message.state
                 return [events.StateChange(partition=message.partition, seqno=None, branch=None, state=state)]
-            case TapOpaque() | Acknowledged() | Response():
+            case TapOpaque(value=value):
+                if value == DUMPED:
+                    self._dumped.add(node)
+                return []
+            case Acknowledged() | Response():
                 return []
             case Refusal():
                 raise refusal(Answer(message.opcode, message.status, 0, 0, b"", b"", message.value))

@@ -29,12 +29,13 @@ from upper.model.messages import (
     SetState,
     Tap,
     TapConnect,
+    TapOpaque,
 )
 from upper.model.values import NO_BRANCH, BranchId, Cas, Partition, Seqno, State
 from upper.server.auth import Role
 from upper.server.hub import Batch, Follower
 from upper.storage.records import MUTATION, Item, item_of
-from upper.wire.tap import TAP
+from upper.wire.tap import DUMPED, TAP
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
@@ -208,6 +209,7 @@ class TapDesk(Follower):
         if self._has_room and (self._current is not None or any(p not in self._taken for p in self._dirty)):
             self._schedule()
         elif self.request is not None and self.request.dump and not self._dirty and self._current is None:
+            self.connection.send(TAP.encode(TapOpaque(partition=Partition(0), value=DUMPED)))
             self.connection.close()
 
     def _next(self) -> bool:
@@ -330,7 +332,7 @@ class TapDesk(Follower):
         """The node goes. TAP has no word for it; the connection closes."""
         self._closed = True
         if self.request is not None and self.request.dump:
-            self.abandon()  # in order is how a dump ends that is whole
+            self.abandon()  # without the word that ends one that is whole
 
     def abandon(self) -> None:
         self.connection.abort()

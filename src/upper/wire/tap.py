@@ -30,6 +30,8 @@ from upper.wire.packet import HEADER_SIZE, Layout, pad, u8, u16, u32
 from upper.wire.table import Row
 from upper.wire.upr import acknowledgements
 
+# The value of the OPAQUE that ends a dump here: a connection also closes when a node is killed in the middle.
+DUMPED = b"dump complete"
 SWITCHES = {
     "dump": TapOption.DUMP,
     "takeover": TapOption.TAKEOVER,
