@@ -7,6 +7,7 @@ the sync of the journal is held back until the test lets it go.
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,6 +186,43 @@ def test_a_client_that_has_said_everything_still_hears_the_answer(running: Runni
         assert running.disk.waiting.wait(10)
         running.disk.released.set()
         assert [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)] == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("broken", "refusals"),
+    [
+        (b"\x42 begins no packet", []),
+        (struct.pack(">BBHBBHIIQ", 0x80, 0x01, 1, 8, 0, 0, 0xFFFFFFFF, 9, 0), [(9, Status.VALUE_TOO_LARGE)]),
+    ],
+)
+def test_what_was_asked_before_a_broken_frame_is_answered_when_the_disk_has_it(
+    running: Running, broken: bytes, refusals: list[tuple[int, int]]
+) -> None:
+    with running.peer() as peer, running.peer() as other:
+        running.disk.hold()
+        ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")
+        assert running.disk.waiting.wait(10)
+        peer.socket.sendall(broken)
+        ask(peer, Opcode.SET, b"later", opaque=3, value=b"v")
+        assert silent(peer) == []
+        running.disk.released.set()
+        answers = [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)]
+        assert answers == [(1, 0), *refusals]
+        assert other.get(b"later").status == Status.KEY_NOT_FOUND
+
+
+def test_what_comes_behind_a_quit_is_not_looked_at(running: Running) -> None:
+    with running.peer() as peer, running.peer() as other:
+        running.disk.hold()
+        ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")
+        ask(peer, Opcode.QUIT, opaque=2)
+        assert running.disk.waiting.wait(10)
+        ask(peer, Opcode.SET, b"later", opaque=3, value=b"v")
+        assert silent(peer) == []
+        running.disk.released.set()
+        answers = [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)]
+        assert answers == [(1, 0), (2, 0)]
+        assert other.get(b"later").status == Status.KEY_NOT_FOUND
 
 
 def test_a_client_that_goes_away_with_answers_held_leaves_nothing_behind(running: Running) -> None:

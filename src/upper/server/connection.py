@@ -8,7 +8,8 @@ order.
 
 Bounds: a packet may be as large as the settings say and is collected without copying it again and again; a
 peer that does not read its answers is not read from; what waits for the disk is counted too. A frame that
-breaks the rules is answered where an answer can be matched to it, and then the connection closes.
+breaks the rules is answered where an answer can be matched to it, behind everything that was asked before
+it, and then the connection closes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
@@ -82,7 +84,7 @@ class Connection(Outlet):
         self._due = 0  # the batch that the last write of this peer is in
         self._busy: asyncio.Future[Reply] | None = None
         self._reading = True
-        self._leaving = False
+        self._leave: Callable[[], None] | None = None  # how to close, once everything is answered
         self._interrupted = False  # it had its turn, and has more to say
         self._choose_path()
 
@@ -103,6 +105,7 @@ class Connection(Outlet):
         self.detach()
         self._held.clear()
         self._input.clear()
+        self._leave = None
         if self._busy is not None:
             self._busy.cancel()
         if self.desk is not None:
@@ -114,8 +117,8 @@ class Connection(Outlet):
         if self.desk is not None:
             self.desk.flush()
         if (self._held or self._busy is not None) and self.may_half_close:
-            self._leaving = True
-        return self._leaving
+            self._leave = self.close
+        return self._leave is not None
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -194,7 +197,7 @@ class Connection(Outlet):
                     waits |= self._command(head, data, at, out)
                 at += head.size
                 now = perf_counter()
-                if self._ending or self._leaving or self._busy is not None:
+                if self._ending or self._leave is not None or self._busy is not None:
                     self._input.needed = 0  # whatever is left is looked at when this is done
                     break
                 if asked == PAUSE and self.desk is not None:
@@ -366,12 +369,13 @@ class Connection(Outlet):
         return bool(self._held)
 
     def close_when_answered(self) -> None:
-        """Close once the answer to the present request has left."""
-        self._leaving = True
+        """Close once the answer to the present request has left. Nothing behind it is looked at."""
+        self._leave = self.close
+        self._pause()
 
     def _leave_if_answered(self) -> None:
-        if self._leaving and not self._held and self._busy is None:
-            self.close()
+        if self._leave is not None and not self._held and self._busy is None:
+            self._leave()
 
     @property
     def backlog(self) -> int:
@@ -379,7 +383,7 @@ class Connection(Outlet):
         return self.unsent + self._held.size
 
     def _broken(self, data: bytes, at: int, error: UpperError) -> None:
-        """The framing cannot be trusted any more: answer where that is possible, then close."""
+        """The framing cannot be trusted any more: answer where that is possible, and close behind that."""
         log.info("%s: closed, %s", self.peer, error)
         self.node.counters.protocol_errors += 1
         last = b""
@@ -387,7 +391,10 @@ class Connection(Outlet):
             head = Header._make(HEADER.unpack_from(data, at))
             if head.magic == REQUEST:
                 last = packed(refusal(error), opcode=head.opcode, opaque=head.opaque)
-        self.end(last)
+        self._leave = self.end
+        self._pause()
+        self._answer(bytearray(last), waits=False)
+        self._leave_if_answered()
 
     # ── What this peer may do ─────────────────────────────────────────────────────────────────────
 
@@ -464,7 +471,7 @@ class Connection(Outlet):
 
     @property
     def _may_read(self) -> bool:
-        return not self._clogged and not self._interrupted and not self._ending
+        return not self._clogged and not self._interrupted and not self._ending and self._leave is None
 
     def _pause(self) -> None:
         if self._reading and self._transport is not None and not self._ending:
@@ -475,7 +482,7 @@ class Connection(Outlet):
         """Read again, and first what was left."""
         if self._transport is None or self._ending or self._busy is not None:
             return
-        if self._clogged:
+        if self._clogged or self._leave is not None:
             return
         if self._input.parts and self._input.size >= self._input.needed:
             self._work(self._input.take())
