@@ -29,7 +29,7 @@ from upper.wire.codes import Opcode, Status
 from upper.wire.tap import TAP
 
 P0 = Partition(0)
-ACTIVE, DEAD = b"\0\0\0\1", b"\0\0\0\4"
+ACTIVE, REPLICA, DEAD = b"\0\0\0\1", b"\0\0\0\2", b"\0\0\0\4"
 
 
 @pytest.fixture
@@ -241,3 +241,69 @@ def test_a_tap_client_is_hung_up_on_when_a_partition_of_its_leaves(node: Node) -
         admin.set(b"k", b"v", partition=3)
         assert elsewhere.changes(1)[0].key == b"k"
         assert admin.set(b"k", b"v").status == Status.NOT_MY_VBUCKET
+
+
+@pytest.mark.parametrize("way", ["state", "promotion"])
+def test_a_tap_client_that_lists_nothing_follows_a_partition_that_becomes_active(
+    node: Node, way: str
+) -> None:
+    with Peer(node, TAP) as client, Peer(node, TAP) as narrow, Peer(node, None) as admin:
+        admin.set(b"k1", b"v")
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=REPLICA)
+        client.send(TapConnect())
+        narrow.send(TapConnect(partitions=(Partition(3),)))
+        client.ask(Opcode.NOOP)
+        narrow.ask(Opcode.NOOP)
+        wish = json.dumps({"promote": True}).encode() if way == "promotion" else b""
+        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE, value=wish).status == 0
+        admin.set(b"k2", b"v")
+        admin.set(b"elsewhere", b"v", partition=3)
+        assert {change.key for change in client.changes(3)} == {b"k1", b"k2", b"elsewhere"}
+        assert [change.key for change in narrow.changes(1)] == [b"elsewhere"]
+
+
+def test_who_wants_only_what_is_new_gets_only_that_of_a_partition_that_becomes_active(node: Node) -> None:
+    with Peer(node, TAP) as client, Peer(node, None) as admin:
+        admin.set(b"old", b"v")
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=REPLICA)
+        client.send(TapConnect(backfill=2**40))
+        client.ask(Opcode.NOOP)
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE)
+        admin.set(b"new", b"v")
+        assert [change.key for change in client.changes(1)] == [b"new"]
+
+
+def test_a_named_tap_client_hears_what_was_deleted_while_a_partition_was_away(node: Node) -> None:
+    with Peer(node, None) as admin:
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"patient", support_ack=True))
+            for number in range(100):  # enough to be asked for an acknowledgement
+                admin.set(b"k%d" % number, b"v")
+            asked = client.until(wants_answer)[-1]
+            client.send(Acknowledged(opcode=0x41, opaque=getattr(asked, "opaque", 0)))
+            client.ask(Opcode.NOOP)
+            admin.ask(Opcode.SET_VBUCKET_STATE, extras=DEAD)
+            client.rest()
+        for _ in range(2):  # it comes back while the partition is away, and again
+            with Peer(node, TAP) as client:
+                client.send(TapConnect(name=b"patient", support_ack=True))
+                client.ask(Opcode.NOOP)
+        with Peer(node, TAP) as client:
+            client.send(TapConnect(name=b"patient", support_ack=True))
+            client.ask(Opcode.NOOP)
+            admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE)
+            admin.delete(b"k5")
+            admin.set(b"end", b"v")
+            assert keys(client.until(lambda m: getattr(m, "key", b"") == b"end")) == [b"k5", b"end"]
+
+
+def test_a_dead_copy_that_is_thrown_away_is_nothing_to_a_tap_client(node: Node) -> None:
+    with Peer(node, TAP) as client, Peer(node, None) as admin:
+        admin.set(b"k", b"v")
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=DEAD)
+        client.send(TapConnect())
+        client.ask(Opcode.NOOP)
+        assert admin.ask(Opcode.DELETE_VBUCKET).status == 0
+        admin.set(b"end", b"v", partition=1)
+        assert [change.key for change in client.changes(1)] == [b"end"]
+        assert admin.stats("vbucket-details 0")["vb_0:items"] == "0"

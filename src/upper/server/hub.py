@@ -122,8 +122,8 @@ class Follower(ABC):
         """Everything of a partition is gone."""
 
     @abstractmethod
-    def lost(self, partition: int) -> None:
-        """A partition is not active here any more, or its history went another way."""
+    def turned(self, partition: int) -> None:
+        """A partition has become active here, or is not any more, or its history goes another way."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -144,7 +144,7 @@ class Streamer(Follower):
     def flushed(self, partition: int) -> None:
         """Nothing more: each stream heard of it."""
 
-    def lost(self, partition: int) -> None:
+    def turned(self, partition: int) -> None:
         """Nothing more: each stream was stopped."""
 
 

@@ -234,8 +234,7 @@ class Node:
         for line in self.hub.lines:
             if any(stream.phase is Sending.CLOSING for stream in line.streams):
                 self._end_streams(line.store, None)  # that it is dead here will never be on disk
-            for other in tuple(self.hub.followers):
-                other.lost(line.store.id)
+            self._tell_others(line.store)
 
     @property
     def due(self) -> int:
@@ -279,15 +278,25 @@ class Node:
 
     def promote(self, store: PartitionStore, to: Seqno | None, *, fresh: BranchId) -> Seqno:
         """Begin a branch where the partition stands, or first go back; answers where it stands now."""
+        asked = Seqno(store.high) if to is None else to
+        self._branch(store, asked, fresh=fresh)
+        self._tell_others(store)  # of one that was a copy until now
+        log.warning("partition %d: promoted by hand at %d (asked for %d)", store.id, store.high, asked)
+        return Seqno(store.high)
+
+    def throw_away(self, store: PartitionStore, *, fresh: BranchId) -> None:
+        """Forget what a dead copy holds. It stays dead, and what it will hold is another history."""
+        self._branch(store, Seqno(0), fresh=fresh)
+        store.set_state(State.DEAD)
+        log.warning("partition %d: thrown away", store.id)
+
+    def _branch(self, store: PartitionStore, to: Seqno, *, fresh: BranchId) -> None:
         self._end_streams(store, None)
-        asked = store.high if to is None else to
-        if to is not None and to < store.high:
+        if to < store.high:
             store.rollback(to)
         store.promote(fresh)
         self.hub.reset(store.id)
         self._map = None
-        log.warning("partition %d: promoted by hand at %d (asked for %d)", store.id, store.high, asked)
-        return Seqno(store.high)
 
     def flush(self) -> None:
         """Empty every active partition that holds something."""
@@ -313,8 +322,11 @@ class Node:
         for stream, follower in tuple(self.hub.lines[store.id].streams.items()):
             if stream is not keep:
                 follower.stop(stream, EndReason.STATE_CHANGED)
+        self._tell_others(store)
+
+    def _tell_others(self, store: PartitionStore) -> None:
         for other in tuple(self.hub.followers):
-            other.lost(store.id)
+            other.turned(store.id)
 
     def cluster_map(self) -> bytes:
         """Who holds what, as Couchbase clients read it: this node, and all that is active on it."""

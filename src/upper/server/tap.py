@@ -6,8 +6,9 @@ acknowledged; what was under way is sent again. Messages are made from the store
 each key once, so a client that does not read costs one snapshot of one partition and nothing else.
 
 A client that fell behind a flush or behind deletions that no longer exist, or that was sent what a branch of
-history took back, is sent a flush and everything anew. TAP has no word for a partition that is not active
-here any more: its client is hung up on, so that it notices.
+history took back, is sent a flush and everything anew. Who lists no partitions follows all that are active
+here, also those that become so later. TAP has no word for a partition that is not active here any more: its
+client is hung up on, so that it notices.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class TapDesk(Follower):
         self.connection, self.node = connection, connection.node
         self.session = TapSession("")
         self.request: TapConnect | None = None
+        self._only_new = False
+        self._before: dict[
+            int, Place
+        ] = {}  # what the client was sent earlier of partitions that are not here
         self._opaque = 0
         self._since_ack = 0
         self._unasked: dict[int, Place] = {}  # progress since the last message that asked to be acknowledged
@@ -116,19 +121,10 @@ class TapDesk(Follower):
         name = request.name.decode(errors="backslashreplace")
         self.session = session = self.node.tap_session(name, kept=request.support_ack)
         now = self.node.bucket.clock.seconds()
-        only_new = request.backfill is not None and request.backfill > now and not request.dump
-        before, session.sent = session.sent, {}
+        self._only_new = request.backfill is not None and request.backfill > now and not request.dump
+        self._before, session.sent = session.sent, {}
         for store in stores:
-            if (made := before.get(store.id, NOWHERE)).seqno:
-                session.sent[store.id] = known = session.acknowledged.get(store.id, NOWHERE)
-                if not _holds(store, made, known):
-                    self._anew.add(store.id)
-            elif only_new:
-                session.sent[store.id] = Place(store.log.branch, store.durable)
-            else:
-                session.sent[store.id] = NOWHERE
-                self._fresh.add(store.id)
-            self._dirty[store.id] = None
+            self._follow(store)
         self.node.hub.followers[self] = None
         self.node.counters.streams_opened += 1
         self._schedule()
@@ -137,6 +133,20 @@ class TapDesk(Follower):
         if request.partitions is None:
             return [store for store in self.node.bucket.partitions if store.state is State.ACTIVE]
         return [self.node.partition(number, State.ACTIVE) for number in request.partitions]
+
+    def _follow(self, store: PartitionStore) -> None:
+        """Begin with a partition: where this client left it, at what comes now, or with everything."""
+        session, made = self.session, self._before.pop(store.id, NOWHERE)
+        if made.seqno:
+            session.sent[store.id] = known = session.acknowledged.get(store.id, NOWHERE)
+            if not _holds(store, made, known):
+                self._anew.add(store.id)
+        elif self._only_new:
+            session.sent[store.id] = Place(store.log.branch, store.durable)
+        else:
+            session.sent[store.id] = NOWHERE
+            self._fresh.add(store.id)
+        self._dirty[store.id] = None
 
     def _acknowledged(self, opaque: int) -> None:
         if not any(number == opaque for number, _ in self._asked):
@@ -337,11 +347,15 @@ class TapDesk(Follower):
     def abandon(self) -> None:
         self.connection.abort()
 
-    def lost(self, partition: int) -> None:
-        """The partition is not active here any more, or goes another way."""
+    def turned(self, partition: int) -> None:
+        """The partition has become active, or is not any more, or goes another way."""
+        store = self.node.bucket.partitions[partition]
         if partition not in self.session.sent:
+            if self._follows_all and store.state is State.ACTIVE:
+                self._follow(store)
+                self._schedule()
             return
-        state, handing = self.node.bucket.partitions[partition].state, partition in self._handing
+        state, handing = store.state, partition in self._handing
         if state is State.ACTIVE and not handing:
             # What it was sent may be taken back: it is looked at when that is done.
             self._taken.pop(partition, None)
@@ -353,6 +367,12 @@ class TapDesk(Follower):
             log.info("%s: closed, partition %d of a TAP client is %s", self.connection.peer, partition, state)
             self.abandon()
 
+    @property
+    def _follows_all(self) -> bool:
+        """A dump is of what was there when it was asked for."""
+        request = self.request
+        return request is not None and request.partitions is None and not request.dump
+
     def close(self) -> None:
         self._closed = True
         self._taken.clear()
@@ -361,6 +381,7 @@ class TapDesk(Follower):
         for partition in self._handing:
             if partition in self.session.sent:  # the deed was never sent
                 self.node.reopen(self.node.bucket.partitions[partition])
+        self.session.sent = {**self._before, **self.session.sent}
         if self.request is not None:
             self.node.keep_tap_session(self.session, kept=self.request.support_ack)
 

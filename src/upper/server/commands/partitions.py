@@ -58,8 +58,7 @@ def delete(call: Call) -> Reply:
     store = call.node.partition(call.partition)
     if store.state is not State.DEAD:
         raise KeyExists(f"partition {store.id} is {store.state}; only a dead copy can be deleted")
-    call.node.promote(store, Seqno(0), fresh=fresh_branch())
-    call.node.set_state(store, State.DEAD)
+    call.node.throw_away(store, fresh=fresh_branch())
     return Reply()
 
 
