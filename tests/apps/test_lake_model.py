@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from deltalake import DeltaTable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.apps.bucket_model import ModelBucket
 from upper.apps.lake import work
+from upper.apps.lake.care import compact, trim, vacuum
 from upper.apps.lake.files import read
 from upper.apps.lake.home import Lake
 from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
 from upper.apps.lake.sync import Sync
+from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.work import Task
+from upper.errors import BadCheckpoint, Corrupt
+from upper.model.values import Partition
 
 T = TypeVar("T")
 PARTITIONS, GROUPS = 5, 2
@@ -81,11 +89,22 @@ class World:
         self.remember()
 
     def remember(self) -> None:
-        rows = self.rows(CHANGES)
-        here = set(zip(rows["partition"].to_pylist(), rows["cas"].to_pylist(), strict=True))
         # Behind a purge a partition is read again from zero; older versions of a key then leave `changes`
         # though no failover took them back. They were true, and are forgotten, not lost.
-        self.ever = here | {change for change in self.ever if change not in self.true()}
+        self.ever = self.here() | {change for change in self.ever if change not in self.true()}
+
+    def here(self) -> set[tuple[int, int]]:
+        """(partition, cas) of everything that `changes` holds."""
+        rows = self.rows(CHANGES)
+        return set(zip(rows["partition"].to_pylist(), rows["cas"].to_pylist(), strict=True))
+
+    def trim(self) -> None:
+        """Forget about half of the changes; the model's CAS are the seconds of `changed_at`."""
+        seen = sorted(self.rows(CHANGES)["cas"].to_pylist())
+        moment = datetime.fromtimestamp(seen[len(seen) // 2], UTC) if seen else datetime.now(UTC)
+        before = self.here()
+        trim(self.lake, self.runner, older_than=moment)
+        self.ever -= before - self.here()  # forgotten: should it be taken back later, nobody knows of it
 
     def true(self) -> set[tuple[int, int]]:
         return {(p.id, op.cas) for p in self.bucket.partitions for op in p.ops}
@@ -105,8 +124,7 @@ class World:
         named = list(zip(changes["partition"].to_pylist(), changes["seqno"].to_pylist(), strict=True))
         assert len(named) == len(set(named)), "a change stands in `changes` twice"
         true = self.true()
-        here = set(zip(changes["partition"].to_pylist(), changes["cas"].to_pylist(), strict=True))
-        assert here <= true, "`changes` holds what is no longer true"
+        assert self.here() <= true, "`changes` holds what is no longer true"
         stand = self.lake.latest.stand
         held: dict[int, dict[bytes, tuple[int, int, bytes]]] = {p: {} for p in range(PARTITIONS)}
         for row in latest.to_pylist():
@@ -134,7 +152,9 @@ def one(at: int) -> st.SearchStrategy[tuple[str, int, bytes, int]]:
 happenings = st.lists(one(0), max_size=12)
 turns = st.lists(
     st.tuples(
-        happenings, happenings, st.sampled_from(["round", "round", "refresh", "killed", "torn", "merge"])
+        happenings,
+        happenings,
+        st.sampled_from(["round", "round", "refresh", "killed", "torn", "merge", "trim"]),
     ),
     min_size=1,
     max_size=7,
@@ -186,6 +206,12 @@ def test_a_lake_ends_equal_to_the_bucket_whatever_happened_on_the_way(
                 case "refresh":
                     world.round()
                     world.sync.refresh()
+                case "merge":
+                    world.round()
+                    compact(world.lake, world.runner)
+                    vacuum(world.lake, hours=0)
+                case "trim":
+                    world.trim()
                 case _:
                     world.round()
         world.settle()
@@ -246,3 +272,103 @@ def test_a_worker_that_writes_as_it_goes_repeats_nothing(
     world.settle()
     world.check()
     assert len(world.lake.changes.files()) > GROUPS
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+def test_a_trimming_that_was_killed_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: int
+) -> None:
+    world = filled(tmp_path)
+    left = [commits]
+    commit = LakeTable.commit
+
+    def dying(table: LakeTable, **what: Any) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        commit(table, **what)
+
+    monkeypatch.setattr(LakeTable, "commit", dying)
+    with suppress(Killed):
+        world.trim()
+    monkeypatch.undo()
+    world.open()
+    world.remember()
+    world.trim()
+    world.settle()
+    world.check()
+
+
+def test_changes_that_were_restored_say_where_they_stand_and_latest_follows(tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    before = world.lake.changes.version
+    for number in range(20):
+        world.bucket.do(number % PARTITIONS, "mutation", b"later %d" % number, b"")
+    world.settle()
+    for partition in range(PARTITIONS):
+        # What was in the batch that is undone never comes again: `latest` has to forget it by itself.
+        world.bucket.promote(partition, world.lake.changes.stand.position(Partition(partition)).seqno - 3)
+    DeltaTable(world.root / CHANGES).restore(before)
+    world.ever = set()
+    world.open()
+    assert world.lake.changes.stand.batch == 1
+    world.round()
+    world.settle()
+    world.check()
+
+
+def test_latest_is_not_made_of_what_was_trimmed(tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    empty = 0
+    world.trim()
+    DeltaTable(world.root / LATEST).restore(empty)
+    world.open()
+    with pytest.raises(BadCheckpoint, match="has not seen all that was trimmed"):
+        world.sync.refresh()
+
+
+def test_a_table_that_somebody_else_wrote_to_is_refused_until_it_is_restored(tmp_path: Path) -> None:
+    world = filled(tmp_path)
+    others = DeltaTable(world.root / CHANGES)
+    others.optimize.compact()
+    others.vacuum(0, dry_run=False, enforce_retention_duration=False)
+    world.open()
+    good = world.lake.changes.version
+    others = DeltaTable(world.root / CHANGES)
+    others.delete("partition = 1")
+    others.optimize.compact()
+    with pytest.raises(Corrupt, match=rf"version {good + 1} of .*DELETE.*restore it to version {good},"):
+        world.open()
+    others.restore(good)
+    world.open()
+    world.settle()
+    world.check()
+
+
+def test_a_commit_is_on_disk_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    world = filled(tmp_path)
+    for table in (CHANGES, LATEST):
+        log = world.root / table / "_delta_log"
+        files = [str(world.root / table / file.path) for file in getattr(world.lake, table).files()]
+        places = [synced.index(path) for path in (*files, str(log / f"{1:020d}.json"), str(log))]
+        assert places[:-2] == [place for place in places[:-2] if place < places[-2]]
+        assert places[-2] < places[-1]
+
+
+def filled(root: Path) -> World:
+    """A lake of one batch, with which all is well."""
+    world = World(root)
+    for number in range(40):
+        world.bucket.do(number % PARTITIONS, "mutation", b"%d" % (number % 23), b"%d" % number)
+    world.settle()
+    return world

@@ -105,7 +105,7 @@ def _show(args: Namespace, out: Output) -> None:
 def _work(args: Namespace, lake: object, out: Output) -> None:
     from datetime import UTC, datetime, timedelta
 
-    from upper.apps.lake.care import compact, refresh, trim
+    from upper.apps.lake.care import compact, trim
     from upper.apps.lake.home import Lake
     from upper.cli.progress import share_done
     from upper.spark.session import SparkRunner, start, stop
@@ -118,7 +118,6 @@ def _work(args: Namespace, lake: object, out: Output) -> None:
             if args.do == "compact":
                 count = compact(lake, runner)
             else:
-                refresh(lake, runner)
                 count = trim(lake, runner, older_than=datetime.now(UTC) - timedelta(seconds=args.older_than))
         finally:
             stop(session)

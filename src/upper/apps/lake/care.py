@@ -15,8 +15,6 @@ from upper.apps.lake.sync import merged, refresh
 from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.work import MergeFiles, Runner, TrimGroup
 
-__all__ = ["compact", "refresh", "trim", "vacuum"]
-
 SMALL = 32 * 1024 * 1024  # bytes; larger files are left as they are
 
 
@@ -47,9 +45,8 @@ def _compact(lake: Lake, table: LakeTable, runner: Runner, crowded: int) -> int:
 
 
 def trim(lake: Lake, runner: Runner, *, older_than: datetime) -> int:
-    """Forget changes before a moment; how many rows went. `latest` must stand where `changes` does."""
-    if lake.latest.stand != lake.changes.stand:
-        raise AssertionError("refresh `latest` before changes that it has not seen are forgotten")
+    """Forget changes before a moment, which `latest` has seen by then; how many rows went."""
+    refresh(lake, runner)
     groups: dict[int, list[DataFile]] = {}
     for file in lake.changes.files():
         groups.setdefault(file.group, []).append(file)
@@ -63,9 +60,7 @@ def trim(lake: Lake, runner: Runner, *, older_than: datetime) -> int:
     floors = {partition: floor for _, part in answers for partition, floor in part.items()}
     if not done.remove:
         return 0
-    stand = lake.changes.stand.trimmed(floors)
-    lake.commit_changes(add=done.add, remove=done.remove, stand=stand)
-    lake.commit_latest(add=(), remove=(), stand=stand)
+    lake.commit_changes(add=done.add, remove=done.remove, stand=lake.changes.stand.trimmed(floors))
     return done.rows
 
 

@@ -69,6 +69,8 @@ class Sync:
         self._new_history = new_history
         self._told: Mapping[Partition, Told] = {}  # what producers said to workers in the last round
         lake.repair()
+        if ahead(lake):
+            self.refresh()  # before another batch gets the number that `latest` stands at
 
     @property
     def unsettled(self) -> bool:
@@ -189,13 +191,25 @@ class Sync:
             self.lake.commit_latest(add=done.latest, remove=(), stand=reached)
 
 
+def ahead(lake: Lake) -> bool:
+    """Whether `latest` stands past `changes`: somebody restored `changes` to an earlier version."""
+    return lake.latest.stand.batch > lake.changes.stand.batch
+
+
 def refresh(lake: Lake, runner: Runner) -> int:
     """Bring `latest` to where `changes` stands, group by group where something changed; rows written."""
-    stand, old = lake.changes.stand, lake.latest.stand
-    back = {partition for partition in stand.rollbacks if not stand.same_history(old, partition)}
+    layout, stand, old = lake.layout, lake.changes.stand, lake.latest.stand
+    if ahead(lake):
+        back = {partition for group in range(layout.groups) for partition in layout.members(group)}
+    else:
+        back = {partition for partition in stand.rollbacks if not stand.same_history(old, partition)}
     if stand.batch == old.batch and not back:
         return 0
-    layout = lake.layout
+    if any(partition in back or old.position(partition).seqno < at for partition, at in stand.floors.items()):
+        raise BadCheckpoint(
+            f"`latest` of the lake {lake.root} has not seen all that was trimmed from `changes`; restore it "
+            "to a version that has, or sync into a new place"
+        )
     changes = lake.changes.files()
     groups = {file.group for file in changes if file.high[BATCH] > old.batch}
     groups |= {layout.group_of(partition) for partition in back}

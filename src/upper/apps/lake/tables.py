@@ -2,6 +2,9 @@
 
 A commit replaces files by other files and says, in its own metadata, where the table stands. It fails
 when somebody else committed a batch of the same number: two drivers can never both believe they won.
+
+Other programs may rearrange the files of a table and restore an older version of it, position and all. A
+table whose rows somebody else has changed is refused: nobody could say where it stands.
 """
 
 from __future__ import annotations
@@ -16,12 +19,17 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction
 from deltalake.exceptions import CommitFailedError, DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 
+from upper.apps.lake import files
 from upper.apps.lake.files import DataFile
 from upper.apps.lake.schema import BATCH, GROUP, TABLES, Layout, table_schema
 from upper.apps.lake.stand import Stand
 from upper.errors import Corrupt, DirectoryInUse, StorageError
 
 NOTE = "upper"  # the key of our part in a commit's metadata
+# What others may do to a table without changing its rows, as Delta names it in the history.
+HARMLESS = frozenset(
+    ("OPTIMIZE", "VACUUM START", "VACUUM END", "SET TBLPROPERTIES", "UNSET TBLPROPERTIES", "UPGRADE PROTOCOL")
+)
 
 
 class LakeTable:
@@ -101,7 +109,7 @@ class LakeTable:
         commit beside the steps.
         `rearranged` says that the rows are the same as before, only stored otherwise.
         """
-        now = int(time.time() * 1000)
+        now, version = int(time.time() * 1000), self.version + 1
         said = {**(note or {}), "stand": stand.to_json()}
         actions: list[AddAction | RemoveAction] = [
             AddAction(file.path, file.size, {GROUP: str(file.group)}, now, not rearranged, _statistics(file))
@@ -133,6 +141,7 @@ class LakeTable:
             ) from error
         except DeltaError as error:
             raise StorageError(f"the commit to {self.where} failed: {error}") from error
+        files.sync_commit(self.root, self.name, version)
         self._delta.update_incremental()
         self._note = said
 
@@ -142,15 +151,36 @@ class LakeTable:
         return int(self._delta.transaction_version(NOTE) or 0)
 
     def _newest_note(self) -> dict[str, Any]:
-        # Usually the very newest commit; others may have optimized or vacuumed the table since.
+        """What the commit says that made the rows what they are. Usually that is the very newest one."""
         for limit in (1, 20, None):
+            version = self.version
             for commit in self._delta.history(limit):
+                if commit["version"] > version:
+                    continue  # undone by a restore
                 if NOTE in commit:
                     note: dict[str, Any] = commit[NOTE]
                     return note
+                if commit.get("operation") == "RESTORE":
+                    version = self._restored(commit)
+                elif commit.get("operation") not in HARMLESS:
+                    raise self._changed(commit)
         raise Corrupt(
             f"no commit of {self.where} says where it stands; restore the table to a version that does, "
             "or sync into a new place"
+        )
+
+    def _restored(self, commit: Mapping[str, Any]) -> int:
+        """The version that a restore went back to."""
+        try:
+            return int(commit["operationParameters"]["version"])
+        except (KeyError, TypeError, ValueError):
+            raise self._changed(commit) from None  # to a moment: the history does not say which version
+
+    def _changed(self, commit: Mapping[str, Any]) -> Corrupt:
+        version, what = int(commit["version"]), commit.get("operation")
+        return Corrupt(
+            f"version {version} of {self.where} was made by somebody else ({what}), and nobody knows where "
+            f"the table stands since; restore it to version {version - 1}, or sync into a new place"
         )
 
 
