@@ -124,15 +124,6 @@ def test_what_was_not_acknowledged_comes_again_when_the_same_name_comes_back(nod
         assert stranger.changes(1)[0].key == b"k0"
 
 
-def test_a_client_that_never_acknowledges_is_not_sent_without_end(node: Node) -> None:
-    fill(node, 300, partitions=1)
-    with Peer(node, TAP) as client, Peer(node, None) as other:
-        client.send(TapConnect(name=b"deaf", support_ack=True))
-        client.changes(300)
-        other.set(b"still", b"served")
-        assert client.changes(1)[0].key == b"still"
-
-
 def test_a_takeover_hands_the_partitions_over_and_leaves_dead_copies(node: Node) -> None:
     fill(node, 20, partitions=2)
     with Peer(node, TAP) as client:

@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds
 MINUTE = 60.0
-TAP_SESSIONS = 1000  # of clients that are away
 
 assert commands.__all__, "importing the commands fills their table"
 
@@ -375,7 +374,7 @@ class Node:
             del self._tap_sessions[session.name]
             self._tap_sessions[session.name] = session  # in the order of their leaving
             away = [name for name, other in self._tap_sessions.items() if other.left is not None]
-            for name in away[:-TAP_SESSIONS]:  # names are cheap to make up
+            for name in away[: -self.settings.streams.tap_sessions]:  # names are cheap to make up
                 del self._tap_sessions[name]
 
     def _forget_tap_sessions(self, now: float) -> None:

@@ -49,6 +49,7 @@ class StreamSettings:
     turn: int = 1 * MIB  # bytes that one connection may send before the others have their turn
     noop_interval: float = 20.0  # seconds of silence before a peer that wants NOOPs is asked
     tap_kept: float = 300.0  # seconds that a named TAP client's session is kept for it
+    tap_sessions: int = 1000  # of clients that are away; of more, those who left first are forgotten
     tap_ack_every: int = 100  # a TAP message in so many asks for an acknowledgement
     tap_unacknowledged: int = 10_000  # messages that may wait for one; then the sender waits
 

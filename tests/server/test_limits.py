@@ -1,0 +1,109 @@
+"""What a peer may cost: each limit is reached over a real socket, and the node goes on serving."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.nodes import Node
+from tests.server.inside import Running
+from tests.server.talk import Peer
+from upper.model.messages import Acknowledged, Message, Mutation, TapConnect
+from upper.server.settings import ServerSettings, StreamSettings
+from upper.wire.codes import Opcode, Status
+from upper.wire.tap import TAP
+
+KIB = 1024
+
+
+def wants_answer(message: Message) -> bool:
+    return bool(getattr(message, "request_ack", False))
+
+
+@pytest.mark.parametrize(
+    ("opcode", "value"),
+    [
+        (Opcode.OBSERVE, b"\0\1\0\6absent" * 6600),  # more than 64 KiB, and every entry is whole
+        (Opcode.HELLO, b"\0\x0b" * 513),
+        (Opcode.HELLO, b"\0\x0b\0"),
+    ],
+)
+def test_a_list_that_is_too_long_is_refused_and_the_connection_goes_on(
+    shared_node: Node, opcode: int, value: bytes
+) -> None:
+    with Peer(shared_node) as peer:
+        answer = peer.ask(opcode, value=value)
+        assert answer.status == Status.INVALID_ARGUMENTS
+        assert len(answer.value) > 20
+        assert peer.set(b"k", b"v").status == 0
+
+
+def test_a_list_as_long_as_allowed_is_answered(shared_node: Node) -> None:
+    with Peer(shared_node) as peer:
+        entry = b"\0\1\0\6absent"
+        answer = peer.ask(Opcode.OBSERVE, value=entry * (64 * KIB // len(entry)))
+        assert answer.status == 0
+        assert len(answer.value) == (len(entry) + 9) * (64 * KIB // len(entry))
+        assert peer.ask(Opcode.HELLO, value=b"\0\x0b" * 512).value == b"\0\x0b"
+
+
+def test_a_node_that_was_away_itself_takes_nobody_for_dead(node: Node) -> None:
+    with Peer(node) as peer, Peer(node, None) as other:
+        peer.control("set_noop_interval", "1")
+        peer.control("enable_noop", "true")
+        peer.accepted()
+        asked = b""
+        while b"\x80\x5c" not in asked:
+            asked += peer.socket.recv(4096)
+        os.kill(node.pid, signal.SIGSTOP)  # as if the whole machine stood still, for longer than the interval
+        threading.Event().wait(1.5)
+        os.kill(node.pid, signal.SIGCONT)
+        peer.send(Acknowledged(opcode=0x5C, opaque=0))
+        other.set(b"k", b"v")
+        assert peer.changes(1)[0].key == b"k"
+        assert other.stats()["dead_peers"] == "0"
+
+
+def named(name: bytes) -> TapConnect:
+    return TapConnect(name=name, support_ack=True)
+
+
+def test_of_too_many_tap_clients_that_are_away_those_who_left_first_are_forgotten(tmp_path: Path) -> None:
+    settings = ServerSettings(port=0, streams=StreamSettings(tap_sessions=2, tap_ack_every=1))
+    with Running(tmp_path / "data", settings) as node, node.peer() as writer:
+        writer.set(b"old", b"v")
+        for name in (b"first", b"second", b"third"):
+            with Peer(("127.0.0.1", node.port), TAP) as client:
+                client.send(named(name))
+                change = client.wait_for(Mutation)
+                client.send(Acknowledged(opcode=0x41, opaque=change.opaque))
+                client.ask(Opcode.NOOP)
+            while writer.stats()["curr_streams"] != "0":
+                pass  # it has left when the node has noticed
+        writer.set(b"new", b"v")
+        for name, expected in ((b"third", [b"new"]), (b"second", [b"new"]), (b"first", [b"old", b"new"])):
+            with Peer(("127.0.0.1", node.port), TAP) as client:
+                client.send(named(name))
+                assert [change.key for change in client.changes(len(expected))] == expected
+
+
+def test_a_tap_client_that_never_acknowledges_is_sent_so_much_and_no_more(tmp_path: Path) -> None:
+    settings = ServerSettings(port=0, streams=StreamSettings(tap_ack_every=10, tap_unacknowledged=50))
+    with Running(tmp_path / "data", settings) as node, node.peer() as writer:
+        for number in range(200):
+            writer.set(b"k%d" % number, b"v")
+        with Peer(("127.0.0.1", node.port), TAP) as client:
+            client.send(named(b"deaf"))
+            seen = client.changes(50)
+            assert client.ask(Opcode.NOOP).status == 0, "it is still answered"
+            assert writer.set(b"others", b"are served").status == 0
+            assert client.inbox == []
+            asked = [change for change in seen if wants_answer(change)]
+            assert len(asked) == 5
+            assert isinstance(asked[0], Mutation)
+            client.send(Acknowledged(opcode=0x41, opaque=asked[0].opaque))
+            assert [change.key for change in client.changes(10)] == [b"k%d" % n for n in range(50, 60)]
