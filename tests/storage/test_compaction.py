@@ -287,6 +287,27 @@ def test_four_times_the_quota_is_served_and_survives(opened: Open, compacted: bo
     assert list(check(directory)) == []
 
 
+def test_the_quota_bounds_what_small_items_take_with_their_keys(opened: Open) -> None:
+    """Their records alone would fit."""
+    quota = 3_000_000
+    settings = StorageSettings(compact=False, memory_quota=quota)
+    bucket = opened(settings)
+    for n in range(16_000):
+        bucket.partitions[n % 4].write(b"%d" % n, b"v" * 60)
+        if n % 100 == 99:
+            bucket.commit()
+    assert sum(store.size for store in bucket.partitions) < quota
+    for reopened in (False, True):
+        if reopened:
+            bucket = opened(settings)
+        # New values go at once; that the keys of later items need room too, older values learn by and by.
+        assert sum(store.held for store in bucket.partitions) < 1.3 * quota
+    for _ in range(2):
+        bucket.compact()
+    assert sum(store.held for store in bucket.partitions) < quota
+    assert bucket.partitions[1].read(b"1") is not None
+
+
 def test_a_backfill_goes_on_while_its_files_are_replaced(opened: Open) -> None:
     bucket = opened(StorageSettings(compact=False, memory_quota=QUOTA, segment_size=16 << 10))
     values = load_four_times_the_quota(bucket)

@@ -247,7 +247,7 @@ MEMORY: tuple[Statistic, ...] = (
     Statistic(
         "mem_quota",
         G,
-        "bytes of records that may stay, 0 = all",
+        "bytes that items may take, keys included; 0 = any",
         lambda node: node.bucket.settings.memory_quota or 0,
     ),
     Statistic(

@@ -111,7 +111,7 @@ class Bucket:
         self.closed = False
         self.opening = opening.Opening(True, 0, False, 0.0)
         self.live = 0  # bytes of all records, as last weighed
-        self.resident = 0  # bytes of those in memory
+        self.held = 0  # bytes that items take in memory, as last weighed
         self._lock = lock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
@@ -465,7 +465,7 @@ class Bucket:
         """Take stock of what the partitions hold, in memory and in all."""
         self._unweighed = 0
         self.live = sum(store.size for store in self.partitions)
-        self.resident = self.live - sum(store.evicted for store in self.partitions)
+        self.held = sum(store.held for store in self.partitions)
         self.rewriter.weigh()
 
     def _tick(self) -> None:
@@ -482,7 +482,7 @@ class Bucket:
     def _move_out(self, batch: _Batch, file: File, offset: int) -> None:
         """Past the quota, what was just written stays on disk alone."""
         assert self.settings.memory_quota is not None
-        over = self.resident + self._unweighed - self.settings.memory_quota
+        over = self.held + self._unweighed - self.settings.memory_quota
         if over <= 0:
             return
         at = offset

@@ -29,7 +29,7 @@ from upper.storage.opening import UNKNOWN_BRANCH, fresh_branch, lock_directory, 
 from upper.storage.partition import PartitionStore
 from upper.storage.settings import Durability, StorageSettings
 
-MEMORY = 256 << 20  # bytes of records that are held while looking; what is past that is read when needed
+MEMORY = 256 << 20  # bytes that items take while one looks; values past that are read when needed
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ from upper.storage.frames import (
 from upper.storage.journal import Segment
 from upper.storage.marks import CHECK, Floor, Mark
 from upper.storage.partition import PartitionStore
+from upper.storage.settings import ENTRY, MIB
 
 _SEGMENT = re.compile(r"(\d{8,})\.log")
 _PACK = re.compile(r"(\d{8,})\.part")
@@ -124,13 +125,14 @@ class Loader:
         self._directory, self._files, self._uuid = directory, files, uuid
         self._problem, self._advance = problem, advance
         self._quota = quota
-        self._resident = 0  # bytes put into memory so far, at most
+        self._held = 0  # bytes put into memory so far, about
         self.stores = {int(store.id): store for store in stores}
         self.expiry = expiry
         self.covered: dict[int, int] = {}  # the batch up to which a file holds a partition
         self.clock = 0
         self.wounded: set[int] = set()  # partitions of which something is missing
-        self._unmeasured = 0
+        self._entries = 0  # as last counted
+        self._uncounted = self._unmeasured = 0  # bytes read since
         self._before = array("Q", bytes(8 * partitions))
         self._segment = 1  # first batch of the segment being read
         self._scratch: kernel.Items = {}
@@ -364,14 +366,21 @@ class Loader:
             self._stay_within(self._quota, data, start, end, file, base)
 
     def _stay_within(self, quota: int, data: bytes, start: int, end: int, file: File, base: int) -> None:
-        self._resident += end - start
-        self._unmeasured += end - start
-        if self._resident > quota and self._unmeasured > quota // 4:
+        size = end - start
+        self._held += size
+        self._uncounted += size
+        self._unmeasured += size
+        if self._uncounted > min(quota // 16, MIB // 4):
+            # A record may be small against what its entry takes: count the entries as they come.
+            entries = sum(len(store.items) for store in self.stores.values())
+            self._held += ENTRY * (entries - self._entries)
+            self._entries, self._uncounted = entries, 0
+        if self._held > quota and self._unmeasured > quota // 4:
             # Overwritten records were counted too: count again what is really there, now and then.
-            self._resident = sum(kernel.measure(store.items)[1] for store in self.stores.values())
-            self._unmeasured = 0
-        if self._resident > quota:
-            self._resident -= self._move_out(data, start, end, file, base)
+            there = sum(kernel.measure(store.items)[1] for store in self.stores.values())
+            self._held, self._unmeasured = there + ENTRY * self._entries, 0
+        if self._held > quota:
+            self._held -= self._move_out(data, start, end, file, base)
 
     def _move_out(self, data: bytes, start: int, end: int, file: File, base: int) -> int:
         """Leave the values of one frame on disk: past the quota they need not come in at all."""

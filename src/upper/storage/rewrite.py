@@ -231,7 +231,7 @@ class Rewriter:
         Not those that are on their way into one, nor those of which memory is not what the disk has.
         """
         bucket, quota = self._bucket, self._bucket.settings.memory_quota
-        crowded = quota is not None and bucket.resident > 0.75 * quota
+        crowded = quota is not None and bucket.held > 0.75 * quota
         packs: list[compact.Pack] = []
         sections: list[compact.Section] = []
         size, limit = 0, self._pack_limit

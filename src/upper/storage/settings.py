@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MIB = 1 << 20
+# What an entry takes in memory beside its record: the key, its place in the dict, and objects around them.
+ENTRY = 150
 
 
 class Durability(StrEnum):
@@ -18,7 +20,7 @@ class Durability(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class StorageSettings:
     durability: Durability = Durability.DISK
-    memory_quota: int | None = None  # bytes of records kept in memory; the index comes on top
+    memory_quota: int | None = None  # bytes that items may take in memory, with their keys; then values go
     purge_age: float = 3 * 86400.0  # seconds that a deletion is remembered at least
     segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
     compact: bool = True  # rewrite partitions in the background

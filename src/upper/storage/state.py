@@ -13,6 +13,7 @@ from upper.model.values import FailoverLog, Partition, Position, Seqno, Snapshot
 from upper.storage import records
 from upper.storage.files import File, length_at
 from upper.storage.records import MUTATION
+from upper.storage.settings import ENTRY
 
 if TYPE_CHECKING:
     from upper.storage.bucket import Bucket
@@ -79,6 +80,11 @@ class PartitionState(kernel.Table):
     def resident(self) -> int:
         """Bytes of records in memory."""
         return self.size - self.evicted
+
+    @property
+    def held(self) -> int:
+        """Bytes that all of it takes in memory, about."""
+        return self.resident + ENTRY * len(self.items)
 
     # ── Keeping count ─────────────────────────────────────────────────────────────────────────────
 
