@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,27 @@ def test_whoever_stops_waiting_for_the_next_change_misses_none(shared_node: Node
                     seen.append(event.key)
             assert sorted(seen) == sorted(b"k%d" % number for number in range(0, 40, 4))
             assert feed.bytes_received > 0
+
+    asyncio.run(main())
+
+
+def test_whoever_polls_with_short_timeouts_gets_there_on_one_connection(
+    shared_node: Node, bucket: Bucket
+) -> None:
+    def connections() -> int:
+        return sum(int(stats["total_connections"]) for stats in bucket.stats().values())
+
+    bucket.set("a", "1")
+
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it, it.changes(until="now") as feed:
+            before = connections()
+            seen: list[upper.client.events.Event] = []
+            while not seen:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(0):  # one turn of the loop, then it is over
+                        seen.append(await anext(feed))
+            assert connections() == before + 1
 
     asyncio.run(main())
 

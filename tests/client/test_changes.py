@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow as pa
@@ -93,6 +95,82 @@ def test_from_now_shows_only_what_comes(bucket: Bucket) -> None:
 def test_from_now_until_now_is_nothing(bucket: Bucket) -> None:
     bucket.set("a", "x")
     assert list(bucket.changes(since="now", until="now")) == []
+
+
+def interrupted(feed: Feed[Any], seconds: float) -> None:
+    """Ctrl-C while the feed waits for something."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(KeyboardInterrupt):
+            next(feed)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_after_an_interrupted_wait_it_connects_again_and_has_missed_nothing(bucket: Bucket) -> None:
+    with bucket.changes(since="now") as feed:
+        interrupted(feed, 0.1)
+        bucket.set("a", "1")
+        first, _ = next(feed), next(feed)
+        assert (first.operation, feed.reconnects) == ("mutation", 1)
+        interrupted(feed, 0.1)
+        bucket.set("b", "2")
+        assert next(feed).key == b"b"  # type: ignore[union-attr]
+        assert feed.reconnects == 2
+
+
+def test_interrupted_while_it_tries_to_connect_it_goes_on_trying(node: Node) -> None:
+    with upper.connect(node.url) as bucket, bucket.changes() as feed:
+        bucket.set("a", "1")
+        assert [next(feed).operation for _ in range(2)] == ["mutation", "snapshot_end"]
+        node.stop()
+        for _ in range(3):
+            interrupted(feed, 0.2)
+        node.restart()
+        bucket.set("b", "2")
+        assert next(feed).key == b"b"  # type: ignore[union-attr]
+
+
+def test_interrupted_anywhere_it_goes_on_or_says_that_it_cannot_and_nothing_is_lost(bucket: Bucket) -> None:
+    """A program that catches Ctrl-C, and begins a new feed from its place where the old one is closed."""
+    count, random = 20_000, Random(1)
+    bucket.set_many((f"k{n}", "x" * 200) for n in range(count))
+    seen: set[bytes] = set()
+    inside, interruptions, begun = False, 0, 1
+
+    def interrupt(*_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.05))
+        if inside:
+            raise KeyboardInterrupt
+
+    feed = bucket.changes()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.001)
+    try:
+        while len(seen) < count:
+            try:
+                inside = True
+                event = next(feed, None)
+                inside = False
+            except KeyboardInterrupt:
+                inside = False
+                interruptions += 1
+                continue
+            if event is None:  # an item was in hand when it came: not to be had from here any more
+                feed, begun = bucket.changes(since=feed.positions, on_rollback="continue"), begun + 1
+            elif isinstance(event, upper.Mutation):
+                seen.add(event.key)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        feed.close()
+    assert interruptions > 0
+    assert begun <= interruptions + 1
 
 
 def test_it_does_not_end_because_it_is_quiet(bucket: Bucket) -> None:

@@ -46,6 +46,7 @@ class Feed(Generic[T]):
         self._made: Reader[Any] | None = None
         self._pipes: dict[Node, Pipe] = {}
         self._reads: dict[Node, asyncio.Task[bytes]] = {}
+        self._openings: dict[Node, asyncio.Task[Pipe]] = {}
         self._arrived: list[tuple[Node, bytes]] = []
         self._alone_since: float | None = None
         self._closed = False
@@ -113,8 +114,8 @@ class Feed(Generic[T]):
         if self._closed:
             return
         self._closed = True
-        for node in list(self._pipes):
-            await self._forget(node)
+        for node in {*self._pipes, *self._openings}:
+            self._forget(node)
         if self._made is not None:
             self._made.save(time.monotonic())
 
@@ -154,9 +155,11 @@ class Feed(Generic[T]):
             except Unreachable:
                 follower.not_learned(time.monotonic())
         for node in follower.to_close():
-            await self._forget(node)
+            self._forget(node)
         for node in follower.to_open(now):
-            await self._open(node)
+            # Beside us: whoever polls with short timeouts would otherwise never get to the end of it.
+            self._openings[node] = asyncio.create_task(self._open(node), name=f"open-{node}")
+            follower.opening(node, now + 2 * CONNECT)
         for node, pipe in list(self._pipes.items()):
             if node in follower.wires and (out := follower.take_output(node)):
                 pipe.writer.write(out)
@@ -169,55 +172,63 @@ class Feed(Generic[T]):
             due = None
         await self._wait(due)
 
-    async def _open(self, node: Node) -> None:
+    async def _open(self, node: Node) -> Pipe:
+        async with asyncio.timeout(CONNECT):
+            return await open_pipe(self._home.access, node)
+
+    async def _wait(self, due: float | None) -> None:
+        times = [at for at in (due, self._reader.follower.wakes_at()) if at is not None]
+        wait = max(0.0, min(times) - time.monotonic()) if times else None
+        tasks = [*self._reads.values(), *self._openings.values()]
+        if not tasks:
+            if not self._reader.follower.done:
+                await asyncio.sleep(0.05 if wait is None else wait)
+            return
+        if not any(task.done() for task in tasks):
+            await asyncio.wait(tasks, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        for node, opening in list(self._openings.items()):
+            if opening.done():
+                del self._openings[node]
+                self._opened(node, opening)
+        for node, task in list(self._reads.items()):
+            if task.done():
+                del self._reads[node]
+                self._read(node, task)
+
+    def _opened(self, node: Node, task: asyncio.Task[Pipe]) -> None:
         follower = self._reader.follower
         try:
-            async with asyncio.timeout(CONNECT):
-                self._pipes[node] = await open_pipe(self._home.access, node)
+            self._pipes[node] = task.result()
         except (Unreachable, Busy, TemporaryFailure, TimeoutError) as error:
             follower.failed(node, time.monotonic(), error)
         else:
             follower.opened(node, time.monotonic())
 
-    async def _wait(self, due: float | None) -> None:
-        times = [at for at in (due, self._reader.follower.wakes_at()) if at is not None]
-        wait = max(0.0, min(times) - time.monotonic()) if times else None
-        if not self._reads:
-            if not self._reader.follower.done:
-                await asyncio.sleep(0.05 if wait is None else wait)
-            return
-        await asyncio.wait(self._reads.values(), timeout=wait, return_when=asyncio.FIRST_COMPLETED)
-        for node, task in list(self._reads.items()):
-            if task.done():
-                del self._reads[node]
-                await self._read(node, task)
-
-    async def _read(self, node: Node, task: asyncio.Task[bytes]) -> None:
+    def _read(self, node: Node, task: asyncio.Task[bytes]) -> None:
         try:
             data = task.result()
         except OSError as error:
-            await self._lost(node, error)
+            self._lost(node, error)
             return
         if not data:
-            await self._lost(node, ConnectionResetError("the node closed the connection"))
+            self._lost(node, ConnectionResetError("the node closed the connection"))
             return
         self._arrived.append((node, data))
 
-    async def _lost(self, node: Node, why: object) -> None:
-        await self._forget(node)
+    def _lost(self, node: Node, why: object) -> None:
+        self._forget(node)
         self._reader.follower.failed(node, time.monotonic(), why)
 
-    async def _forget(self, node: Node) -> None:
+    def _forget(self, node: Node) -> None:
         self._arrived = [(of, data) for of, data in self._arrived if of != node]
         pipe = self._pipes.pop(node, None)
         if pipe is not None:
             pipe.close()
-        task = self._reads.pop(node, None)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait((task,))  # unlike `await task`, this does not mistake its cancel for ours
-            if not task.cancelled():
-                task.exception()  # of no interest any more
+        for task in (self._reads.pop(node, None), self._openings.pop(node, None)):
+            if task is not None:
+                # Not waited for: to be cancelled here would leave things half forgotten.
+                task.add_done_callback(_ignored)
+                task.cancel()
 
     def _mind_patience(self) -> None:
         if self._pipes or self._reader.follower.done:
@@ -226,3 +237,9 @@ class Feed(Generic[T]):
             self._alone_since = time.monotonic()
         elif self._patience is not None and time.monotonic() - self._alone_since > self._patience:
             raise TimedOut(f"no node could be reached for {self._patience:g} seconds; is one running?")
+
+
+def _ignored(task: asyncio.Task[Any]) -> None:
+    """What became of it is of no interest any more."""
+    if not task.cancelled() and task.exception() is None and isinstance(pipe := task.result(), Pipe):
+        pipe.close()

@@ -54,6 +54,7 @@ class Feed(Generic[T]):
         self._alone_since: float | None = None
         self._closed = False
         self._inside: int | None = None  # the thread that waits in here
+        self._may_go_on = False  # after an exception: it came while nothing was in hand
         self._leave = threading.Event()
         self._bell, self._bell_rope = socket.socketpair()
 
@@ -65,9 +66,16 @@ class Feed(Generic[T]):
     def __next__(self) -> T:
         if self._closed:
             raise StopIteration
-        self._inside = threading.get_ident()
+        self._inside, self._may_go_on = threading.get_ident(), False
         try:
             return self._next()
+        except BaseException:
+            # The end; or the place is ahead of what was handed over, and going on would lose the difference;
+            # or nobody went back, so nobody can go on: whoever starts again is told again.
+            self._inside = None
+            if not self._may_go_on:
+                self.close()
+            raise
         finally:
             self._inside = None
 
@@ -75,13 +83,7 @@ class Feed(Generic[T]):
         reader = self._reader
         reader.asked_on(time.monotonic())
         while not self._leave.is_set():
-            try:
-                item = reader.next(time.monotonic())
-            except BaseException:
-                # The place may be ahead of what was handed over, and going on would lose the difference.
-                self._inside = None
-                self.close()
-                raise
+            item = reader.next(time.monotonic())
             if isinstance(item, Rollback):
                 return self._roll_back(item)
             if item is not None:
@@ -100,9 +102,8 @@ class Feed(Generic[T]):
                 for node in list(self._lines):
                     with suppress(UpperError):  # what a lost connection means besides is not the news here
                         self._lost(node, "interrupted")
+                self._may_go_on = True
                 raise
-        self._inside = None
-        self.close()
         raise StopIteration
 
     @property
@@ -158,14 +159,8 @@ class Feed(Generic[T]):
 
     def _roll_back(self, event: Rollback) -> T:
         handler = self._reader.wanted.on_rollback
-        try:
-            if self._reader.handler_due(event) and callable(handler):
-                return self._reader.handled(event, handler(event))
-        except BaseException:
-            # Nobody went back, so nobody can go on: whoever starts again is told again.
-            self._inside = None
-            self.close()
-            raise
+        if self._reader.handler_due(event) and callable(handler):
+            return self._reader.handled(event, handler(event))
         return self._reader.seen(event)
 
     def _turn(self) -> None:

@@ -183,6 +183,10 @@ class Follower:
             self._retries.pop(lane.partition, None)
             self._carry_out(wire, lane.open())
 
+    def opening(self, node: Node, until: float) -> None:
+        """A connection is being opened; by then it will have been, or have failed."""
+        self._not_before[node] = until
+
     def failed(self, node: Node, now: float, why: object) -> None:
         """A connection could not be opened, or was lost."""
         wire = self.wires.pop(node, None)
