@@ -115,6 +115,43 @@ def test_a_replica_takes_only_higher_seqnos(opened: Open) -> None:
         store.apply([change(7)])
 
 
+def test_a_copy_can_stand_where_no_change_is_left(opened: Open) -> None:
+    """A flush, or a deletion that is purged: who is filled afterwards hears of the seqno alone."""
+    store = replica(opened())
+    store.begin_snapshot(Seqno(9))
+    store.apply([change(4)])
+    store.advance(Seqno(9))
+    store.end_snapshot()
+    with pytest.raises(LocalProtocolError, match="seqno 9 cannot follow 9"):
+        store.advance(Seqno(9))
+    store.begin_snapshot(Seqno(12))
+    store.apply([change(12)])
+    store.end_snapshot()
+    assert store.rollback(Seqno(11)) == 9
+    store.bucket.commit()
+    for compacted in (False, True):
+        assert (store.high, store.durable, store.complete, len(store.items)) == (9, 9, 9, 1)
+        assert store.changes_after(Seqno(0)).end == 9
+        bucket = opened()
+        if compacted:
+            bucket.compact()
+            bucket = opened()
+        store = bucket.partitions[0]
+    assert store.promote(BranchId(7)).versions[0] == Version(BranchId(7), Seqno(9))
+    assert store.write(b"next", b"").seqno == 10
+
+
+def test_a_journal_knows_where_a_copy_stands_though_no_change_says_so(opened: Open) -> None:
+    store = replica(opened())
+    store.begin_snapshot()
+    store.apply([change(2)])
+    store.advance(Seqno(5))
+    store.end_snapshot()
+    store = opened().partitions[0]
+    assert (store.high, store.complete, store.purged) == (5, 5, 5)
+    assert store.rollback(Seqno(4)) == 0, "the snapshot ends at 5, whatever its last change is"
+
+
 def test_what_a_replica_stores_is_its_own_partition_with_opaque_zero(opened: Open) -> None:
     bucket = opened()
     store = bucket.partitions[3]

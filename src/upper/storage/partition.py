@@ -248,6 +248,14 @@ class PartitionStore(PartitionState):
             self._snapshot_ended()
             self._state(records.snapshot_end(self.id))
 
+    def advance(self, to: Seqno) -> None:
+        """The active copy's history went on to here, and what was there is gone: no change says so."""
+        self.bucket.writable()
+        self._readable()
+        self._follows(to)
+        self.high = to
+        self._state(records.seqno_advanced(self.id, to))
+
     def apply(self, changes: Iterable[bytes]) -> None:
         """Changes and flushes as they came from the active copy: their seqnos, revisions and CAS stay."""
         self.bucket.writable()
@@ -260,10 +268,7 @@ class PartitionStore(PartitionState):
                 self._flushed(self.high + 1)
             else:
                 cas, seqno, _ = records.meta_of(record)
-                if not self.high < seqno <= MAX_SEQNO:
-                    raise LocalProtocolError(
-                        f"partition {self.id}: seqno {seqno} cannot follow {self.high}; roll back first"
-                    )
+                self._follows(seqno)
                 self.high = seqno
                 self.bucket.clock.saw(cas)
                 key = records.key_of(record)
@@ -404,6 +409,12 @@ class PartitionStore(PartitionState):
         if self.unreadable:
             raise Corrupt(
                 f"partition {self.id} could not be read again after the disk failed; restart the node"
+            )
+
+    def _follows(self, seqno: int) -> None:
+        if not self.high < seqno <= MAX_SEQNO:
+            raise LocalProtocolError(
+                f"partition {self.id}: seqno {seqno} cannot follow {self.high}; roll back first"
             )
 
     def _exhausted(self) -> SeqnoExhausted:

@@ -8,6 +8,7 @@ partition travel through the journal in order with its changes, as packets too:
     0x51  failover log     value: 16 bytes a version, newest first
     0x54  snapshot begins  extras: u64 seqno at which it will end, 0 when the sender did not say
     0x55  snapshot ends    no body: the partition is consistent here
+    0x64  seqno advanced   extras: u64 seqno up to which a copy has everything, though no change says so
     0xe1  facts            extras: six u64: high, purged, complete, entries, tombstones, bytes of all records
 
 Facts stand only at the head of a partition's file. The numbers are not sent to anybody.
@@ -23,7 +24,7 @@ from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno, Sta
 
 REQUEST: Final = 0x80
 MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
-LOG, SNAPSHOT_START, SNAPSHOT_END, STATE, FACTS = 0x51, 0x54, 0x55, 0x5A, 0xE1
+LOG, SNAPSHOT_START, SNAPSHOT_END, STATE, ADVANCED, FACTS = 0x51, 0x54, 0x55, 0x5A, 0x64, 0xE1
 CHANGES: Final = frozenset((MUTATION, DELETION, EXPIRATION))
 MAX_U64: Final = (1 << 64) - 1
 
@@ -180,6 +181,10 @@ def snapshot_start(partition: int, end: int) -> bytes:
 
 def snapshot_end(partition: int) -> bytes:
     return _fact(SNAPSHOT_END, partition)
+
+
+def seqno_advanced(partition: int, seqno: int) -> bytes:
+    return _fact(ADVANCED, partition, _U64.pack(seqno))
 
 
 def facts(partition: int, content: Facts) -> bytes:

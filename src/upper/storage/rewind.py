@@ -77,6 +77,8 @@ def _newest_complete(start: PartitionStore, packets: list[bytes], to: int) -> in
                 open_snapshot = False
             case records.FLUSH:
                 high += 1
+            case records.ADVANCED:
+                high = records.u64_in(packet)
             case opcode if opcode in records.CHANGES:
                 high = records.seqno_of(packet)
         if not open_snapshot and high <= to:

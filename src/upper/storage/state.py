@@ -139,6 +139,8 @@ class PartitionState(kernel.Table):
                 self.incoming = records.u64_in(packet)
             case records.SNAPSHOT_END:
                 self._snapshot_ended()
+            case records.ADVANCED:
+                self.high = records.u64_in(packet)
             case records.FACTS:
                 facts = records.facts_in(packet)
                 self.high, self.purged, self._complete = facts.high, facts.purged, facts.complete
