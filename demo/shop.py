@@ -35,6 +35,19 @@ class Write:
     value: bytes | None
     expiry: int = 0  # seconds; 0 = stays
 
+    @property
+    def changes(self) -> int:
+        """How many changes it makes in all: what is left to expire changes once more, by itself."""
+        return 2 if self.expiry else 1
+
+
+@dataclass(slots=True)
+class Cart:
+    """A user's cart. Each has a number of its own, so that one left to expire is never filled again."""
+
+    key: str
+    items: dict[str, int]
+
 
 class Shop:
     """What the shop remembers in order to invent a believable next change."""
@@ -42,7 +55,8 @@ class Shop:
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
         self._users: list[str] = []
-        self._carts: dict[str, dict[str, int]] = {}
+        self._carts: dict[str, Cart] = {}  # by user
+        self._opened = 0
         self._orders: dict[str, dict[str, object]] = {}
         self._open: list[str] = []
         self._made = 0
@@ -96,21 +110,25 @@ class Shop:
 
     def _fill_cart(self) -> Write:
         user = self._random.choice(self._users)
-        cart = self._carts.setdefault(user, {})
+        if user not in self._carts:
+            self._opened += 1
+            self._carts[user] = Cart(f"cart:{self._opened:05}", {})
+        cart = self._carts[user]
         good = self._random.choice(tuple(GOODS))
-        cart[good] = cart.get(good, 0) + self._random.randint(1, 3)
-        return _write(_cart(user), {"user": user, "items": dict(cart)})
+        cart.items[good] = cart.items.get(good, 0) + self._random.randint(1, 3)
+        return _write(cart.key, {"user": user, "items": cart.items})
 
     def _abandon_cart(self) -> Write:
         """A last look at a cart that then runs out by itself: an expiry, not a delete."""
         user = self._random.choice(tuple(self._carts))
         cart = self._carts.pop(user)
-        return _write(_cart(user), {"user": user, "items": cart, "abandoned": True}, expiry=1)
+        return _write(cart.key, {"user": user, "items": cart.items, "abandoned": True}, expiry=1)
 
     def _place_order(self, user: str) -> Write:
         self._made += 1
         key = f"order:{self._made:06}"
-        lines = self._carts.get(user) or {self._random.choice(tuple(GOODS)): self._random.randint(1, 4)}
+        cart = self._carts.get(user)
+        lines = cart.items if cart else {self._random.choice(tuple(GOODS)): self._random.randint(1, 4)}
         order: dict[str, object] = {
             "user": user,
             "lines": dict(lines),
@@ -134,10 +152,6 @@ class Shop:
         self._open.remove(key)
         del self._orders[key]
         return Write(key, None)
-
-
-def _cart(user: str) -> str:
-    return user.replace("user:", "cart:")
 
 
 def _write(key: str, document: dict[str, object], *, expiry: int = 0) -> Write:
