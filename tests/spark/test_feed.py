@@ -8,10 +8,13 @@ from pyspark.sql.types import StructType
 
 import upper
 from tests.nodes import Node
+from upper.errors import RollbackRequired
+from upper.model.values import Partition, Position
 from upper.spark.feed import BucketFeed
 from upper.spark.offsets import Offset
 from upper.spark.options import SourceOptions
-from upper.spark.source import ChangesStreamReader
+from upper.spark.plan import Stretch
+from upper.spark.source import ChangesStreamReader, Slice, read_slice
 
 VALUE = b"v" * 4000
 
@@ -32,3 +35,24 @@ def test_a_limit_in_bytes_goes_by_the_size_of_the_items(node: Node) -> None:
     reader.stop()
     rows = sum(mark.seqno for mark in end.marks.values())
     assert 100 <= rows <= 140, "a hundred rows, and the rest of the partition that they end in"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rollback_that_no_planning_could_see_ends_a_query_that_takes_nothing_back(
+    node: Node, fails: bool
+) -> None:
+    """The log says nothing of a purge: the producer tells whoever reads."""
+    with upper.connect(node.url) as bucket:
+        bucket.set_many({f"k{i}": b"v" for i in range(64)})
+        stood = bucket.seqnos()[upper.Partition(0)]
+        branch = bucket.failover_log(0).branch
+        bucket.flush()
+    options = SourceOptions(url=node.url, fail_on_rollback=fails)
+    part = Slice([Stretch(Partition(0), Position.at(branch, stood), stood)], whole=False)
+    reading = read_slice(options, part)
+    if fails:
+        with pytest.raises(RollbackRequired, match="partition 0 must go back to seqno 0, and failOnRollback"):
+            list(reading)
+    else:
+        assert [batch.column("operation").to_pylist() for batch in reading] == [["rollback"]]

@@ -177,6 +177,10 @@ def test_options_are_read_whatever_their_case_and_refused_clearly() -> None:
         {"url": "u", "valueType": "json"},
         {"url": "u", "keyType": "text"},
         {"url": "u", "maxRowsPerBatch": "0"},
+        {"url": "u", "maxRowsPerBatch": "²"},
+        {"url": "u", "patience": "long"},
+        {"url": "u", "patience": "-1"},
+        {"url": "u", "patience": "nan"},
         {"url": "u", "failOnRollback": "perhaps"},
         {"url": "u", "nonsense": "1"},
     ):

@@ -66,7 +66,7 @@ class SourceOptions:
             most_bytes=_number(given, "maxBytesPerBatch"),
             fail_on_rollback=_flag(given, "failOnRollback"),
             slices=_number(given, "slices"),
-            patience=float(given.get("patience", "60")),
+            patience=_seconds(given, "patience", default=60.0),
         )
 
     def feed(self) -> BucketFeed:
@@ -126,6 +126,17 @@ def _number(given: Mapping[str, str], name: str) -> int | None:
     text = given.get(name.lower())
     if text is None:
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise InvalidArguments(f"{name} is {text!r}; it is a number from 1 up")
     return int(text)
+
+
+def _seconds(given: Mapping[str, str], name: str, *, default: float) -> float:
+    text = given.get(name.lower())
+    try:
+        seconds = default if text is None else float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise InvalidArguments(f"{name} is {text!r}; it is a number of seconds")
+    return seconds

@@ -139,12 +139,16 @@ def refuse_rollbacks(found: Sequence[Stretch]) -> None:
     """For queries that cannot take anything back."""
     for stretch in found:
         if stretch.rollback is not None:
-            raise RollbackRequired(
-                f"partition {stretch.partition} must go back to seqno {stretch.rollback.seqno}, and "
-                "failOnRollback is set; take the changes past it back, then start from a new checkpoint",
-                partition=stretch.partition,
-                to=stretch.rollback.seqno,
-            )
+            raise rollback_refused(stretch.partition, stretch.rollback.seqno)
+
+
+def rollback_refused(partition: Partition, to: Seqno) -> RollbackRequired:
+    return RollbackRequired(
+        f"partition {partition} must go back to seqno {to}, and failOnRollback is set; "
+        "take the changes past it back, then start from a new checkpoint",
+        partition=partition,
+        to=to,
+    )
 
 
 def slices(found: Sequence[Stretch], owners: Mapping[Partition, str], *, width: int) -> list[list[Stretch]]:

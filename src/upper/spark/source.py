@@ -36,6 +36,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from upper.client.bucket import connect
+from upper.client.events import Rollback
 from upper.client.positions import Positions
 from upper.errors import InvalidArguments
 from upper.model.values import Partition, Position, Seqno
@@ -214,7 +215,7 @@ def read_slice(options: SourceOptions, part: Slice) -> Iterator[pa.RecordBatch]:
             partitions=[stretch.partition for stretch in part.stretches],
             whole_snapshots=part.whole,
             at_most_now=True,  # a failover since the planning may have left less than was planned
-            on_rollback="continue",
+            on_rollback=_refuse if options.fail_on_rollback else "continue",
             name="upper-spark",
             patience=options.patience,
             **options.filters.wanted(),
@@ -225,6 +226,11 @@ def read_slice(options: SourceOptions, part: Slice) -> Iterator[pa.RecordBatch]:
                     yield batch
                 elif (kept := batch.filter(pc.not_equal(batch.column("operation"), FLUSH))).num_rows:
                     yield kept
+
+
+def _refuse(event: Rollback) -> None:
+    """A rollback that planning could not see: deletions that are purged, a history that moved since."""
+    raise plan.rollback_refused(event.partition, event.to)
 
 
 def _resolved(place: str | Offset, outlook: Outlook) -> Offset:
