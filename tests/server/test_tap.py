@@ -22,10 +22,11 @@ from upper.wire.codes import Opcode, Status
 from upper.wire.tap import DUMPED, TAP
 
 
-def fill(node: Node, count: int, *, partitions: int = 4, prefix: bytes = b"k") -> None:
+def fill(node: Node, count: int, *, partitions: int = 4, prefix: bytes = b"k", size: int = 0) -> None:
     with Peer(node, None) as writer:
         for number in range(count):
-            writer.set(prefix + b"%d" % number, b"v%d" % number, partition=number % partitions)
+            value = b"v%d" % number + bytes(size)
+            writer.set(prefix + b"%d" % number, value, partition=number % partitions)
 
 
 def test_without_options_everything_comes_and_then_what_happens(node: Node) -> None:
@@ -147,3 +148,25 @@ def test_tap_clients_are_among_the_streams(node: Node) -> None:
         number = next(name.split(":")[0] for name, value in rows.items() if value == "visible")
         assert rows[f"{number}:dialect"] == "tap"
         assert rows[f"{number}:items"] == "10"
+        assert rows[f"{number}:state"] == "1 live"
+        assert rows[f"{number}:remaining"] == "0"
+
+
+def test_how_far_a_tap_client_is_can_be_seen(node: Node) -> None:
+    fill(node, 400, partitions=2, size=100_000)
+    with Peer(node, TAP) as slow, Peer(node, None) as operator:
+        slow.send(TapConnect(name=b"slow"))
+        while "1 behind" not in (rows := operator.stats("streams")).values():
+            pass  # until there is no room for what it does not read
+        number = next(name.split(":")[0] for name, value in rows.items() if value == "slow")
+        assert rows[f"{number}:streams"] == "1"
+        remaining = int(rows[f"{number}:remaining"])
+        assert 0 < remaining < 400
+        parts = operator.stats(f"streams {number}")
+        assert sum(int(parts[f"vb_{partition}:remaining"]) for partition in range(16)) == remaining
+        assert int(parts["vb_0:position"]) + int(parts["vb_1:position"]) == 400 - remaining
+        assert parts["vb_0:acknowledged"] == "0"
+        with Peer(node, TAP) as bare:
+            bare.send(TapConnect(keys_only=True))
+            bare.ask(Opcode.NOOP)
+            assert "keys only" in operator.stats("streams").values()

@@ -59,6 +59,10 @@ def _lines() -> Iterator[str]:
     yield "`streams CONNECTION` shows every stream of it, named `vb_PARTITION:FIELD`:"
     yield ""
     yield from _fields((name, about) for name, (about, _) in stats.ONE_STREAM.items())
+    yield ""
+    yield "Of a TAP client, for every partition that it follows:"
+    yield ""
+    yield from _fields((name, about) for name, (about, _) in stats.TAP_STREAM.items())
     yield from _section("vbucket-details")
     yield "Named `vb_PARTITION:FIELD`."
     yield ""

@@ -21,6 +21,7 @@ from upper.errors import InvalidArguments, KeyNotFound
 from upper.history.producing import Sending
 from upper.model.values import State
 from upper.server.desk import Desk
+from upper.server.tap import NOWHERE, TapDesk
 from upper.version import VERSION
 
 if TYPE_CHECKING:
@@ -281,7 +282,7 @@ def _states(desk: Desk) -> str:
     for stream in alone:
         counted[stream.phase] = counted.get(stream.phase, 0) + 1
     if desk.tap is not None and desk.tap.open:
-        counted["tap"] = 1
+        counted[desk.tap.phase] = 1
     return ", ".join(f"{count} {state}" for state, count in counted.items()) or "none open"
 
 
@@ -306,6 +307,22 @@ def _total(name: str) -> Callable[[Connection, Desk], Value]:
     return total
 
 
+def _streams_of(desk: Desk) -> int:
+    return len(desk.streams) + (desk.tap is not None and desk.tap.open)
+
+
+def _filter(desk: Desk) -> str:
+    chosen = desk.controls.filter
+    if desk.tap is not None and desk.tap.request is not None and desk.tap.request.keys_only:
+        chosen = chosen.with_keys_only()
+    return str(chosen)
+
+
+def _remaining(desk: Desk) -> int:
+    behind = sum(stream.remaining for stream in _alone(desk))
+    return behind if desk.tap is None else sum(map(desk.tap.remaining, desk.tap.session.sent))
+
+
 STREAMS: tuple[StreamField, ...] = (
     StreamField("name", "what the consumer calls itself", named),
     StreamField("peer", "its address", lambda connection, desk: connection.peer),
@@ -314,13 +331,13 @@ STREAMS: tuple[StreamField, ...] = (
     ),
     StreamField("dialect", "what it speaks", lambda _, desk: desk.dialect.name if desk.dialect else ""),
     StreamField("since", "when it connected, seconds since the epoch", lambda c, desk: int(c.since)),
-    StreamField("streams", "open now", lambda _, desk: len(desk.streams)),
+    StreamField("streams", "open now; TAP is one for all partitions", lambda _, desk: _streams_of(desk)),
     StreamField("partitions", "that it follows", lambda _, desk: _partitions(desk)),
-    StreamField("filter", "what new streams leave out", lambda _, desk: str(desk.controls.filter)),
+    StreamField("filter", "what new streams leave out", lambda _, desk: _filter(desk)),
     StreamField("state", "how many streams are in which state", lambda _, desk: _states(desk)),
     StreamField("items", "changes sent", _total("items")),
     StreamField("bytes", "sent", _total("bytes")),
-    StreamField("remaining", "seqnos still to come", lambda _, desk: sum(s.remaining for s in _alone(desk))),
+    StreamField("remaining", "seqnos still to come", lambda _, desk: _remaining(desk)),
     StreamField("window", "bytes that may be unacknowledged, 0 = any", lambda _, desk: desk.window.size),
     StreamField("unacknowledged", "bytes", lambda _, desk: desk.window.under_way),
     StreamField("backlog", "bytes that wait in the node", lambda connection, desk: connection.backlog),
@@ -340,6 +357,15 @@ ONE_STREAM: Mapping[str, tuple[str, Callable[[Stream], Value]]] = {
     "bytes": ("sent", lambda stream: stream.bytes),
     "remaining": ("seqnos still to come", lambda stream: stream.remaining),
     "since": ("when it was opened, seconds since the epoch", lambda stream: int(stream.since)),
+}
+
+TAP_STREAM: Mapping[str, tuple[str, Callable[[TapDesk, int], Value]]] = {
+    "position": ("last seqno sent", lambda tap, partition: tap.session.sent[partition].seqno),
+    "acknowledged": (
+        "last seqno that the client has surely got, where it acknowledges",
+        lambda tap, partition: tap.session.acknowledged.get(partition, NOWHERE).seqno,
+    ),
+    "remaining": ("seqnos still to come", lambda tap, partition: tap.remaining(partition)),
 }
 
 PARTITION: Mapping[str, tuple[str, Callable[[PartitionStore], Value]]] = {
@@ -420,6 +446,10 @@ def _one_connection(node: Node, number: int | None) -> Iterator[tuple[str, str]]
     for partition, stream in sorted(connection.desk.partitions.items()):
         for field, (_, of) in ONE_STREAM.items():
             yield f"vb_{partition}:{field}", str(of(stream))
+    if (tap := connection.desk.tap) is not None:
+        for partition in sorted(tap.session.sent):
+            for field, (_, of_tap) in TAP_STREAM.items():
+                yield f"vb_{partition}:{field}", str(of_tap(tap, partition))
 
 
 def _failovers(node: Node, number: int | None) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from upper.errors import InvalidArguments, NotAllowed, NotSupported
+from upper.history.producing import Sending
 from upper.model.messages import (
     Acknowledged,
     Deletion,
@@ -96,6 +97,17 @@ class TapDesk(Follower):
     @property
     def open(self) -> bool:
         return self.request is not None
+
+    @property
+    def phase(self) -> Sending:
+        """Where it is in its life, in the words of the other dialects."""
+        if not self._dirty and self._current is None:
+            return Sending.LIVE
+        return Sending.SENDING if self._has_room else Sending.BEHIND
+
+    def remaining(self, partition: int) -> int:
+        """How many seqnos the client is behind what it could have of a partition."""
+        return max(0, self.node.bucket.partitions[partition].durable - self.session.sent[partition].seqno)
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
 
