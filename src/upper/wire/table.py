@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import IntEnum
 from typing import Any, Protocol, cast
 
 from upper.errors import BadLength, LocalProtocolError, ProtocolError, ReservedBits, Truncated, UnknownOpcode
@@ -44,14 +45,17 @@ class Adapter(Protocol):
     def to_model(self, found: dict[str, Any], *, at: int) -> dict[str, Any]: ...
 
 
+class _Part(IntEnum):
+    """What a row looks at in a header, in this order: the later it stumbles, the closer it came."""
+
+    SPEAKER, DATA_TYPE, STATUS, EXTRAS, KEY, VALUE = range(6)
+
+
 class _Misfit(Exception):
-    """Why a packet is not of a row; `stage` is how far it got."""
+    """Why a packet is not of a row, and in which part that showed."""
 
-    def __init__(self, stage: int, error: ProtocolError) -> None:
-        self.stage, self.error = stage, error
-
-
-WRONG_EXTRAS = 4
+    def __init__(self, part: _Part, error: ProtocolError) -> None:
+        self.part, self.error = part, error
 
 
 def _wrong_extras(name: str, head: Header, allowed: str, base: int) -> BadLength:
@@ -137,7 +141,8 @@ class Row:
         """Raises _Misfit unless a packet with this header is of this row."""
         if by is not None and (self.sample or self.by not in (None, by)):
             raise _Misfit(
-                1, UnknownOpcode(f"opcode 0x{head.opcode:02x} is not for the {by.value} to say", at=base + 1)
+                _Part.SPEAKER,
+                UnknownOpcode(f"opcode 0x{head.opcode:02x} is not for the {by.value} to say", at=base + 1),
             )
         if isinstance(self.data_type, int):
             wrong = head.data_type != self.data_type
@@ -146,27 +151,28 @@ class Row:
             wrong = isinstance(self.data_type, Field) and head.data_type == 0
         if wrong:
             raise _Misfit(
-                2,
+                _Part.DATA_TYPE,
                 UnknownOpcode(
                     f"opcode 0x{head.opcode:02x} has no sub-type {head.data_type} here", at=base + 5
                 ),
             )
         if (self.status is not None and head.status != self.status) or (self.failed and not head.status):
             raise _Misfit(
-                3, ReservedBits(f"status 0x{head.status:02x} does not belong to a {self.name}", at=base + 6)
+                _Part.STATUS,
+                ReservedBits(f"status 0x{head.status:02x} does not belong to a {self.name}", at=base + 6),
             )
         if head.extras_length not in self._layouts and not self.any_extras:
-            raise _Misfit(WRONG_EXTRAS, _wrong_extras(self.name, head, sizes(self.layouts), base))
+            raise _Misfit(_Part.EXTRAS, _wrong_extras(self.name, head, sizes(self.layouts), base))
         if not self.key.fits(head.key_length):
             raise _Misfit(
-                5,
+                _Part.KEY,
                 BadLength(
                     f"{head.key_length} bytes of key in a {self.name}: it {self.key.wanted}", at=base + 2
                 ),
             )
         if not (self.front or self.tail or self.value.fits(head.value_length)):
             raise _Misfit(
-                6,
+                _Part.VALUE,
                 BadLength(
                     f"{head.value_length} bytes of value in a {self.name}: it {self.value.wanted}",
                     at=base + 8,
@@ -339,10 +345,10 @@ class Dialect:
         raise UnknownOpcode(f"opcode 0x{head.opcode:02x} means nothing in {self.name}", at=base + 1)
 
     def _closest(self, misfits: list[tuple[Row, _Misfit]], head: Header, base: int) -> ProtocolError:
-        row, misfit = max(misfits, key=lambda pair: pair[1].stage)
-        if misfit.stage != WRONG_EXTRAS:
+        row, misfit = max(misfits, key=lambda pair: pair[1].part)
+        if misfit.part is not _Part.EXTRAS:
             return misfit.error
-        kin = [other for other, why in misfits if why.stage == WRONG_EXTRAS and other.name == row.name]
+        kin = [other for other, why in misfits if why.part is _Part.EXTRAS and other.name == row.name]
         return _wrong_extras(row.name, head, sizes([one for other in kin for one in other.layouts]), base)
 
     def decode(
