@@ -102,6 +102,27 @@ class Actor:
         self.kill()
 
 
+def remember(actor: Actor, directory: Path) -> None:
+    """Write down who plays here, for `running_in`."""
+    with (directory / "processes").open("a") as out:
+        out.write(f"{actor.process.pid}\n")
+
+
+def running_in(directory: Path) -> list[str]:
+    """The ids of those who still play here, from a demo that was left running or has not ended."""
+    try:
+        remembered = (directory / "processes").read_text().split()
+    except OSError:
+        return []
+    here = os.fsencode(directory.resolve())
+    found = []
+    for pid in remembered:
+        with suppress(OSError):  # it has ended
+            if here in Path(f"/proc/{pid}/cmdline").read_bytes():  # and no other has got its number since
+                found.append(pid)
+    return found
+
+
 def run(*arguments: str) -> str:
     """What an `upper` verb prints; its complaint becomes ours."""
     done = subprocess.run(

@@ -23,12 +23,16 @@ from pathlib import Path
 
 import upper
 from demo.shop import Shop, Write
-from demo.stage import Actor, Guard, Trouble, chart, run, until
+from demo.stage import Actor, Guard, Trouble, chart, remember, run, running_in, until
 from upper.apps.lake.home import Lake
 from upper.client.bucket import Bucket
 from upper.errors import UpperError
 
 PARTITIONS = 64
+QUERIES = (
+    "select operation, count(*) as changes from changes group by 1",
+    "select text(value)->>'status' as status, count(*) from latest where text(key) like 'order:%' group by 1",
+)
 
 
 class Story:
@@ -158,8 +162,8 @@ class Story:
     def prove(self) -> None:
         self.say("Orders that were placed, seen, and then never happened:")
         self.show_query(
-            "select cast(key as varchar) as key, count(*) as changes from lost "
-            "where cast(key as varchar) like 'order:%' group by key order by key limit 4"
+            "select key, count(*) as changes from lost "
+            "where text(key) like 'order:%' group by key order by key limit 4"
         )
         self.say("Is the lake what the bucket is? `upper verify` compares them, partition by partition:")
         for line in run("verify", self.url, str(self.lake)).splitlines():
@@ -171,8 +175,8 @@ class Story:
         command, lake = relative(Path(sys.executable).parent / "upper"), relative(self.lake)
         self.say(f"Done in {minutes} min {seconds:02} s. The lake stays, to be explored:")
         self.note(f"{command} lake {lake}")
-        self.note(f'{command} query {lake} "select operation, count(*) from changes group by 1"')
-        self.note(f'{command} query {lake} "select * from latest limit 5"')
+        for query in QUERIES:
+            self.note(f'{command} query {lake} "{query}"')
         if self.keep:
             self.say(f"Still running, as asked: the node at {self.url} and the sync. To stop them:")
             self.note(f"kill {sync.process.pid} {node.process.pid}")
@@ -193,6 +197,7 @@ class Story:
     def enter(self, name: str, arguments: Sequence[str]) -> Actor:
         actor = Actor(name, arguments, directory=self.directory, guard=self.guard)
         self.actors.append(actor)
+        remember(actor, self.directory)
         return actor
 
     def end(self, *, keep: bool) -> None:
@@ -285,6 +290,11 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # not where nohup says otherwise
             signal.signal(number, signal.default_int_handler)
+    if still := running_in(args.directory):
+        print(
+            f"demo: an earlier one still runs there; stop it first: kill {' '.join(still)}", file=sys.stderr
+        )
+        return 1
     shutil.rmtree(args.directory, ignore_errors=True)
     args.directory.mkdir(parents=True)
     story = Story(args.directory.resolve(), seed=args.seed, keep=args.keep)

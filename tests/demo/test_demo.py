@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from demo.shop import Shop
-from demo.stage import chart
+from demo.stage import Actor, Guard, chart, remember, run, running_in, until
+from demo.story import QUERIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,6 +88,9 @@ def test_the_story_is_told_to_the_end(tmp_path: Path) -> None:
         assert decided_by_the_seed in told.stdout
     assert "the lake is true" in told.stdout
     assert _running(str(tmp_path)) == []
+    for query in QUERIES:
+        assert query in told.stdout
+        assert run("query", str(tmp_path / "demo" / "lake"), query)
 
 
 @pytest.mark.slow
@@ -108,6 +112,27 @@ def test_whatever_ends_the_demo_ends_its_processes(tmp_path: Path, number: signa
     while left := _running(str(tmp_path)):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
+
+
+def test_a_demo_that_was_left_running_is_not_swept_away_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    data = tmp_path / "demo" / "node"
+    guard = Guard()
+    node = Actor("node", ["serve", "--data", str(data), "--port", "0"], directory=tmp_path, guard=guard)
+    try:
+        remember(node, tmp_path / "demo")
+        until(lambda: (data / "lock").exists(), waiting_for="the node", actors=[node])
+        again = [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo")]
+        told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert told.returncode == 1
+        assert (
+            told.stderr == f"demo: an earlier one still runs there; stop it first: kill {node.process.pid}\n"
+        )
+        assert (data / "lock").exists()
+    finally:
+        node.stop()
+        guard.leave()
+    assert running_in(tmp_path / "demo") == []
 
 
 def test_interrupted_while_it_is_still_being_imported_it_ends_without_a_traceback(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -124,6 +125,23 @@ def test_make_kernel_builds_the_kernel(clone: Path) -> None:
         pytest.skip("no headers of Python here")
     make("kernel", at=clone)
     assert list((clone / "src" / "upper" / "kernel").glob("_compiled*.so"))
+
+
+def test_make_bench_measures_and_writes_the_page_and_the_numbers_of_the_readme(clone: Path) -> None:
+    # One group of one row stands for all: .ci/run runs every row there is, with smaller numbers.
+    with (clone / "bench" / "__init__.py").open("a") as out:
+        out.write('\n\nGROUPS = {"node": "bench.node"}  # type: ignore[misc]\n')
+    (clone / "bench" / "node.py").write_text(
+        '"""What was measured."""\n\nfrom bench import Row\n\n\ndef rows(quick):\n    assert not quick\n'
+        '    yield Row(name="GET", value=12345.0, unit="a second", ratio=2.0,\n'
+        '              against="a peer", expected=">= 1x")\n'
+    )
+    make("bench", at=clone)
+    assert "1 have an expectation, and 1 meet it" in (clone / "docs" / "benchmarks.md").read_text()
+    assert "| GETs, pipelined | 12,345 a second | 2.00x a peer |" in (clone / "README.md").read_text()
+    written = json.loads((clone / "docs" / "benchmarks" / "results.json").read_text())
+    assert written == json.loads((clone / "out" / "bench.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["GET"]
 
 
 def test_make_clean_removes_what_was_made_and_nothing_else(clone: Path) -> None:
