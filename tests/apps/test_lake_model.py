@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from errno import ENOSPC
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.work import Task
-from upper.errors import BadCheckpoint, Corrupt
+from upper.errors import BadCheckpoint, Corrupt, NotWritable
 from upper.model.values import Partition
 
 T = TypeVar("T")
@@ -57,10 +58,10 @@ class Killed(Exception):
 
 
 class FragileLake(Lake):
-    dies = False
+    dies_past: int | None = None  # once `changes` has had a commit past this step, and nothing else has
 
     def repair(self) -> int:
-        if self.dies:
+        if self.dies_past is not None and self.changes.step > self.dies_past:
             raise Killed
         return super().repair()
 
@@ -196,13 +197,13 @@ def test_a_lake_ends_equal_to_the_bucket_whatever_happened_on_the_way(
                         world.open()
                     world.runner.dies = False
                 case "torn":  # `changes` is committed, the others are not
-                    world.lake.dies = True
+                    world.lake.dies_past = world.lake.changes.step
                     try:
                         world.round()
                     except Killed:
                         world.open()
                         world.remember()
-                    world.lake.dies = False
+                    world.lake.dies_past = None
                 case "refresh":
                     world.round()
                     world.sync.refresh()
@@ -363,6 +364,49 @@ def test_a_commit_is_on_disk_before_the_next_one_begins(
         places = [synced.index(path) for path in (*files, str(log / f"{1:020d}.json"), str(log))]
         assert places[:-2] == [place for place in places[:-2] if place < places[-2]]
         assert places[-2] < places[-1]
+
+
+def test_what_a_full_disk_kept_out_of_lost_is_there_after_the_next_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(tmp_path)
+    commit = DeltaTable.create_write_transaction
+
+    def full(table: DeltaTable, *what: Any, **more: Any) -> None:
+        if table.table_uri.rstrip("/").endswith(LOST):
+            raise OSError(
+                "Generic LocalFileSystem error\n  \x1b[31m↳\x1b[0m No space left on device (os error 28)"
+            )
+        commit(table, *what, **more)
+
+    world.bucket.promote(0, 3)
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", full)
+    with pytest.raises(
+        NotWritable, match=r"lost cannot be written \(No space left on device \(os error 28\)\)"
+    ):
+        world.sync.round()
+    monkeypatch.undo()
+    world.remember()
+    world.bucket.promote(1, 3)
+    world.settle()
+    world.check()
+    assert set(world.rows(LOST)["partition"].to_pylist()) == {0, 1}
+
+
+def test_a_worker_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "MEMORY", 1)  # files are written as it goes
+    world = filled(tmp_path)
+    before = sorted(tmp_path.glob("*/*/*.parquet"))
+    world.bucket.do(0, "mutation", b"more", b"")
+
+    def full() -> None:
+        assert sorted(tmp_path.glob("*/*/*.parquet")) != before
+        raise OSError(ENOSPC, "No space left on device")
+
+    world.bucket.between = full
+    with pytest.raises(OSError, match="No space"):
+        world.round()
+    assert sorted(tmp_path.glob("*/*/*.parquet")) == before
 
 
 def filled(root: Path) -> World:

@@ -1,7 +1,7 @@
 """`upper sync` from start to stop: the lock, the session, a round every so often, and a good end.
 
-What goes wrong outside (a node that is away, a worker that died) is tried again; nothing was committed
-by a round that failed, so the next one simply does it. What is wrong with the lake itself ends it.
+What goes wrong outside (a node that is away, a worker that died, a disk that is full) is tried again; what a
+round that failed did not commit, the next one simply does. What is wrong with the lake itself ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from upper.apps.lake.care import compact
 from upper.apps.lake.home import Lake, held
 from upper.apps.lake.schema import DEFAULT_GROUPS, Layout
 from upper.apps.lake.sync import Batch, Sync
-from upper.errors import InvalidArguments, Unreachable
+from upper.errors import InvalidArguments, NotWritable, Unreachable
 from upper.spark.feed import BucketFeed
 from upper.spark.session import NoSpark, SparkRunner, WorkFailed, start, stop
 
@@ -143,7 +143,7 @@ def _forever(sync: Sync, progress: Progress, settings: FollowSettings, tell: Tel
                 sync.refresh()
                 compact(sync.lake, sync.runner, crowded=CROWDED)
                 refreshed = time.monotonic()
-        except (Unreachable, WorkFailed) as error:
+        except (Unreachable, WorkFailed, NotWritable) as error:
             if progress.trouble != str(error):
                 log.warning("sync: %s; trying again", error)
             progress.trouble = str(error)
@@ -157,7 +157,7 @@ def _forever(sync: Sync, progress: Progress, settings: FollowSettings, tell: Tel
         told_to_stop.wait(max(0.0, turn + settings.every - time.monotonic()))
     try:
         sync.refresh()
-    except (Unreachable, WorkFailed, NoSpark) as error:
+    except (Unreachable, WorkFailed, NotWritable, NoSpark) as error:
         log.warning("sync: `latest` was not brought up to now, the next sync does it: %s", error)
     progress.seconds = time.monotonic() - began
     return progress

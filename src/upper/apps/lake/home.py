@@ -117,6 +117,7 @@ class Lake:
         rearranged: bool = False,
     ) -> None:
         """Steps 1 and 2. The note about lost rows is carried on, so that any later commit still has it."""
+        self.repair()  # a note that step 2 has not followed must not be written over
         step = self.changes.step + 1
         note: dict[str, Any] = {}
         if lost:

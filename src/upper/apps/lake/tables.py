@@ -10,6 +10,7 @@ table whose rows somebody else has changed is refused: nobody could say where it
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from upper.apps.lake import files
 from upper.apps.lake.files import DataFile
 from upper.apps.lake.schema import BATCH, GROUP, TABLES, Layout, table_schema
 from upper.apps.lake.stand import Stand
-from upper.errors import Corrupt, DirectoryInUse, StorageError
+from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError
 
 NOTE = "upper"  # the key of our part in a commit's metadata
 # What others may do to a table without changing its rows, as Delta names it in the history.
@@ -135,13 +136,17 @@ class LakeTable:
                     app_transactions=None if step is None else [Transaction(NOTE, step, now)],
                 ),
             )
+            files.sync_commit(self.root, self.name, version)
         except CommitFailedError as error:
             raise DirectoryInUse(
                 f"somebody else committed to {self.where} at the same time; stop the other, then start again"
             ) from error
         except DeltaError as error:
             raise StorageError(f"the commit to {self.where} failed: {error}") from error
-        files.sync_commit(self.root, self.name, version)
+        except OSError as error:
+            raise NotWritable(
+                f"{self.where} cannot be written ({_reason(error)}); make room there, or look at its disk"
+            ) from error
         self._delta.update_incremental()
         self._note = said
 
@@ -182,6 +187,11 @@ class LakeTable:
             f"version {version} of {self.where} was made by somebody else ({what}), and nobody knows where "
             f"the table stands since; restore it to version {version - 1}, or sync into a new place"
         )
+
+
+def _reason(error: OSError) -> str:
+    """What the system said: the last of the lines that Delta draws as a tree, in colours."""
+    return error.strerror or re.sub(r"\x1b\[\d*m", "", str(error)).split("↳")[-1].strip()
 
 
 def exists(root: Path) -> bool:

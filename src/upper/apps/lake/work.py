@@ -85,6 +85,32 @@ class ReadStretches:
     def __call__(self) -> Manifest:
         settle()
         done = Manifest()
+        try:
+            self._make(done)
+        except BaseException:
+            # Whoever tries again writes it all again: on a disk that is full nothing else would ever help.
+            for table, held in ((CHANGES, done.add), (LOST, done.lost), (LATEST, done.latest or ())):
+                files.discard(self.root, table, held)
+            raise
+        return done
+
+    def _make(self, done: Manifest) -> None:
+        rows = self._read(done)
+        whole = self._keep_what_is_whole(done)
+        # Whoever could not be read on does not go back either: before or after, never between.
+        takings = {partition: taken for partition, taken in self.takings.items() if partition in done.places}
+        self._take_back(takings, done)
+        files.sync(self.root, CHANGES, done.add)
+        files.sync(self.root, LOST, done.lost)
+        if self.first and whole and rows is not None and len(rows) == done.rows:
+            done.latest = []
+            for group, part in by_group(rows, self.layout):
+                live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
+                done.latest += files.write(self.root, LATEST, live, group=group)
+            files.sync(self.root, LATEST, done.latest)
+
+    def _read(self, done: Manifest) -> pa.Table | None:
+        """Write what comes, and note how far that leads; the rows that were written last."""
         reading = self.feed.read(
             {partition: stretch.start for partition, stretch in self.stretches.items()},
             {partition: stretch.end for partition, stretch in self.stretches.items()},
@@ -104,19 +130,7 @@ class ReadStretches:
             for partition, place in reading.places.items()
             if partition in self.stretches and partition not in done.rollbacks
         }
-        whole = self._keep_what_is_whole(done)
-        # Whoever could not be read on does not go back either: before or after, never between.
-        takings = {partition: taken for partition, taken in self.takings.items() if partition in done.places}
-        self._take_back(takings, done)
-        files.sync(self.root, CHANGES, done.add)
-        files.sync(self.root, LOST, done.lost)
-        if self.first and whole and rows is not None and len(rows) == done.rows:
-            done.latest = []
-            for group, part in by_group(rows, self.layout):
-                live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
-                done.latest += files.write(self.root, LATEST, live, group=group)
-            files.sync(self.root, LATEST, done.latest)
-        return done
+        return rows
 
     def _write(self, held: list[pa.RecordBatch], size: int, done: Manifest) -> pa.Table | None:
         if not held:
