@@ -25,6 +25,7 @@ from upper.model.messages import (
     TapConnect,
 )
 from upper.model.values import Partition, State
+from upper.server.settings import ServerSettings, StreamSettings
 from upper.wire.codes import Opcode, Status
 from upper.wire.tap import TAP
 
@@ -162,6 +163,39 @@ def test_a_promotion_that_takes_nothing_back_costs_a_tap_client_nothing(node: No
         promote(writer, 1)
         writer.set(b"other", b"v")
         assert keys(client.until(lambda message: isinstance(message, Mutation))) == [b"other"]
+
+
+def test_a_tap_client_that_left_before_a_flush_arrived_is_flushed_when_it_comes_back(tmp_path: Path) -> None:
+    settings = ServerSettings(port=0, streams=StreamSettings(tap_ack_every=1))
+    with Running(tmp_path / "data", settings) as running, running.peer() as admin:
+        admin.set(b"kept", b"v")
+        admin.delete(b"kept")
+        with Peer(("127.0.0.1", running.port), TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            admin.set(b"lost", b"v")
+            seen = client.until(lambda m: getattr(m, "key", b"") == b"lost")
+            client.send(Acknowledged(opcode=0x41, opaque=getattr(seen[-1], "opaque", 0)))
+            client.ask(Opcode.NOOP)
+            promote(admin, 1)
+            sent = len(seen) + 2  # a flush, and everything: it does not read them
+            while admin.stats("streams")["total:items"] != str(sent):
+                pass
+        for _ in range(2):  # and again, having read no acknowledgement out of it
+            with Peer(("127.0.0.1", running.port), TAP) as client:
+                client.send(TapConnect(name=b"hasty", support_ack=True))
+                last = client.until(lambda m: getattr(m, "key", b"") == b"kept")
+                assert keys(last)[-2:] == ["Flush", b"kept"]
+        with Peer(("127.0.0.1", running.port), TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            flush, mutation = client.until(lambda m: getattr(m, "key", b"") == b"kept")
+            client.send(Acknowledged(opcode=0x43, opaque=getattr(flush, "opaque", 0)))
+            client.send(Acknowledged(opcode=0x41, opaque=getattr(mutation, "opaque", 0)))
+            client.ask(Opcode.NOOP)
+        with Peer(("127.0.0.1", running.port), TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            client.ask(Opcode.NOOP)
+            admin.set(b"new", b"v")
+            assert keys(client.until(lambda m: getattr(m, "key", b"") == b"new")) == [b"new"]
 
 
 @pytest.mark.parametrize("fate", ["flush", "failover"])

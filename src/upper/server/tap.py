@@ -64,6 +64,9 @@ class TapSession:
     name: str
     sent: dict[int, Place] = field(default_factory=dict)  # by partition: up to here messages were made
     acknowledged: dict[int, Place] = field(default_factory=dict)
+    # Partitions of which it may have what is not part of history: the message that flushed them, if one did.
+    # Until that is acknowledged it may not have arrived.
+    anew: dict[int, int | None] = field(default_factory=dict)
     left: float | None = None  # when its last connection ended; None while there is one
     items: int = 0
     bytes: int = 0
@@ -80,15 +83,15 @@ class TapDesk(Follower):
         self._before: dict[
             int, Place
         ] = {}  # what the client was sent earlier of partitions that are not here
-        self._opaque = 0
+        self._opaque = self._made = 0  # of the last message: what it is called, and how many there were
         self._since_ack = 0
         self._unasked: dict[int, Place] = {}  # progress since the last message that asked to be acknowledged
-        self._asked: deque[tuple[int, dict[int, Place]]] = deque()
+        self._asked: deque[tuple[int, int, dict[int, Place]]] = deque()
         self._dirty: dict[int, None] = {}  # partitions with something to send, in turn
         self._taken: dict[int, Changes] = {}  # snapshots that wait for the disk
         self._current: tuple[int, Place, Iterator[bytes]] | None = None  # partition, its end, packets to come
         self._fresh: set[int] = set()  # partitions of which this client has nothing yet
-        self._anew: set[int] = set()  # partitions of which it has something that is not part of history
+        self._anew: set[int] = set()  # partitions that are to be flushed, and sent from the beginning
         self._handing: dict[
             int, bool
         ] = {}  # takeover: partitions that are dead here, and whether the disk knows
@@ -149,10 +152,10 @@ class TapDesk(Follower):
     def _follow(self, store: PartitionStore) -> None:
         """Begin with a partition: where this client left it, at what comes now, or with everything."""
         session, made = self.session, self._before.pop(store.id, NOWHERE)
-        if made.seqno:
+        if made.seqno or store.id in session.anew:
             session.sent[store.id] = known = session.acknowledged.get(store.id, NOWHERE)
-            if not _holds(store, made, known):
-                self._anew.add(store.id)
+            if store.id in session.anew or not _holds(store, made, known):
+                self._begin_anew(store.id)
         elif self._only_new:
             session.sent[store.id] = Place(store.log.branch, store.durable)
         else:
@@ -160,14 +163,21 @@ class TapDesk(Follower):
             self._fresh.add(store.id)
         self._dirty[store.id] = None
 
+    def _begin_anew(self, partition: int) -> None:
+        self._anew.add(partition)
+        self.session.anew[partition] = None
+
     def _acknowledged(self, opaque: int) -> None:
-        if not any(number == opaque for number, _ in self._asked):
+        if not any(number == opaque for number, _, _ in self._asked):
             return  # nobody asked for this one: what it would say about the others is a guess
-        while True:
-            number, progress = self._asked.popleft()
+        number = upto = None
+        while number != opaque:
+            number, upto, progress = self._asked.popleft()
             self.session.acknowledged.update(progress)
-            if number == opaque:
-                break
+        assert upto is not None
+        arrived = [p for p, flush in self.session.anew.items() if flush is not None and flush <= upto]
+        for partition in arrived:
+            del self.session.anew[partition]
         self._schedule()
 
     # ── Commits ───────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +252,7 @@ class TapDesk(Follower):
             if changes is None:
                 place = self.session.sent[partition]
                 if place.seqno and not _holds(store, place, place):
-                    self._anew.add(partition)
+                    self._begin_anew(partition)
                 everything = partition in self._fresh or partition in self._anew
                 if store.high <= place.seqno and not everything and not self._handing.get(partition):
                     del self._dirty[partition]
@@ -268,6 +278,7 @@ class TapDesk(Follower):
         everything = store.id in self._fresh or store.id in self._anew
         if store.id in self._anew:
             self._reached(store.id, NOWHERE)
+            self.session.anew[store.id] = self._made + 1
             yield self._message(lambda opaque, ack: Flush(partition=store.id, opaque=opaque, request_ack=ack))
         for chunk in changes.chunks(self.node.settings.streams.chunk):
             for record in chunk:
@@ -304,6 +315,7 @@ class TapDesk(Follower):
     def _message(self, make: Callable[[int, bool], Message]) -> bytes:
         """Number a message, and ask for an acknowledgement where it is time for one."""
         self._opaque = self._opaque % 0xFFFFFFFF + 1
+        self._made += 1
         self._since_ack += 1
         self.session.items += 1
         assert self.request is not None
@@ -315,7 +327,7 @@ class TapDesk(Follower):
 
     def _ask(self) -> None:
         self._since_ack = 0
-        self._asked.append((self._opaque, self._unasked))
+        self._asked.append((self._opaque, self._made, self._unasked))
         self._unasked = {}
 
     # ── Takeover ──────────────────────────────────────────────────────────────────────────────────
