@@ -13,7 +13,7 @@ import pytest
 
 from tests.storage.conftest import QUIET, Open, Wall
 from upper.model.values import Seqno
-from upper.storage import Bucket, Disk, PartitionStore, StorageSettings, records
+from upper.storage import Bucket, Disk, PartitionStore, StorageSettings, compact, records
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -362,6 +362,31 @@ def test_a_value_that_leaves_memory_while_it_is_rewritten_is_found_in_the_new_fi
     assert len(places) >= 20
     assert {place >> 60 & 0xFFFFF for place in places} == {store.file.slot}
     assert store.read(b"last") is not None
+
+
+def test_a_partition_that_was_read_again_in_the_middle_stays_with_its_own_file(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch failed while one partition had moved into the new file and the other had not."""
+    monkeypatch.setattr(compact, "ADOPT_STEP", 4)
+    bucket = opened(StorageSettings(compact=False, memory_quota=0), partitions=2)
+    one, other = bucket.partitions
+    for store in (one, other):
+        for n in range(10):
+            store.write(b"k%d" % n, b"v")
+    bucket.compact()
+    packs = bucket.rewriter._make_packs([one, other], bucket.done)
+    packs[0].committed.set()
+    bucket.rewriter._write(packs)
+    adopting = bucket.rewriter._adopt(packs)
+    next(adopting)
+    bucket.recovery.read_again([other])
+    for _ in adopting:
+        pass
+    assert one.file is not other.file
+    bucket.recovery.read_again([one, other])
+    bucket.compact([one])
+    assert [item.value for n in range(10) if (item := other.read(b"k%d" % n))] == [b"v"] * 10
 
 
 def test_a_value_that_left_memory_still_expires(opened: Open, wall: Wall) -> None:

@@ -35,7 +35,6 @@ from upper.storage.disk import Disk
 from upper.storage.expiry import Expiry
 from upper.storage.files import MAX_OFFSET, File, Files, location
 from upper.storage.journal import Journal
-from upper.storage.load import Loader
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
 from upper.storage.recovery import Recovery
 from upper.storage.rewrite import Rewriter
@@ -370,7 +369,7 @@ class Bucket:
                 self._publish(Commit(self.ticket, records.changes_only(rest)))
         else:
             touched = records.partitions_in([*batch.records, *rest])
-            self._read_again([self.partitions[number] for number in touched])
+            self.recovery.read_again([self.partitions[number] for number in touched])
             self._publish(Commit(batch.ticket, batch.streamed, self.failed))
             if rest:
                 self._publish(Commit(self.ticket, records.changes_only(rest), self.failed))
@@ -385,45 +384,12 @@ class Bucket:
         self._refused.update((number, self.failed) for number in range(self.done + 1, self.ticket))
         self.done = self.acknowledged = self.ticket - 1
         if unreadable := [store for store in self.partitions if store.unreadable]:
-            self._read_again(unreadable)
+            self.recovery.read_again(unreadable)
         self.failed = None
         for store in self.partitions:
             self.served(store)
         self.rewriter.try_again()
         log.warning("bucket %s: there is room again, and writes are taken", self.name)
-
-    def _read_again(self, stores: list[PartitionStore]) -> None:
-        """Make memory what the disk says as of the last good batch."""
-        try:
-            for store, again in zip(stores, self.rebuilt(stores), strict=True):
-                store.become(again)
-                store.unreadable = False
-        except (StorageError, OSError) as error:
-            log.error("bucket %s: %d partitions cannot be read again: %s", self.name, len(stores), error)
-            for store in stores:
-                store.unreadable = True
-                store.epoch += 1
-
-    def rebuilt(self, stores: list[PartitionStore]) -> list[PartitionStore]:
-        """These partitions as the disk has them, as of the last good batch."""
-        copies = [PartitionStore(self, store.id, state=store.state, log=store.log) for store in stores]
-        loader = Loader(
-            self.directory,
-            self.files,
-            uuid=self.uuid,
-            partitions=len(self.partitions),
-            stores=copies,
-            expiry=self.expiry,
-            quota=self.settings.memory_quota,
-        )
-        # Copies are passing: whose file it is does not change.
-        for file in sorted({store.file for store in stores if store.file}, key=lambda file: -file.number):
-            held = file.holders
-            loader.load_file(file)
-            file.holders = held
-        loader.load_journal(self.done + 1, known=self.journal.segments, until=self.done)
-        loader.finish()
-        return copies
 
     # ── Partitions ────────────────────────────────────────────────────────────────────────────────
 

@@ -171,7 +171,7 @@ class Loader:
     def _section(self, payload: bytes, batch: int, file: File) -> PartitionStore | None:
         """The partition whose section begins here, if it is wanted from this file."""
         store = self.stores.get(payload[6] << 8 | payload[7])
-        if store is None or store.id in self.covered:
+        if store is None or store.id in self.covered or store.file not in (None, file):
             return None
         self.covered[store.id] = batch
         store.file = file

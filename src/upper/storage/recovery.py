@@ -1,9 +1,10 @@
-"""After the disk was full: going on without a restart, once there is room again.
+"""After the disk refused a batch: what memory is then, and going on once there is room again.
 
-The batch that failed never happened, and nobody asks whether it is on disk after all. The segment that it was
-meant for is cut where the last good batch ends, synced and closed; a new segment takes its place. Numbers of
-batches have no gaps, so the numbers that were given to batches that failed are used up by batches that say
-again what is true already. Each of these is written and synced like any other: if that works, the disk does.
+The batch that failed never happened, and nobody asks whether it is on disk after all. The partitions that it
+touched are read again as of the batch before it. Once there is room, the segment that it was meant for is cut
+where the last good batch ends, synced and closed; a new segment takes its place. Numbers of batches have no
+gaps, so the numbers that were given to batches that failed are used up by batches that say again what is true
+already. Each of these is written and synced like any other: if that works, the disk does.
 
 Only a full disk (or quota) is taken for something that passes. After any other error the medium is in doubt,
 and a person should look at it. With durability=memory the disk lacks what memory has, and at opening the mark
@@ -18,7 +19,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Final
 
+from upper.errors import StorageError
 from upper.storage import records
+from upper.storage.load import Loader
+from upper.storage.partition import PartitionStore
 from upper.storage.settings import MIB, Durability
 
 if TYPE_CHECKING:
@@ -60,6 +64,43 @@ class Recovery:
         again = records.state_fact(store.id, store.state)
         for number in range(journal.good + 1, bucket.ticket):
             journal.append(number, bucket.clock.last, again, segment_size=bucket.settings.segment_size)
+
+    def read_again(self, stores: list[PartitionStore]) -> None:
+        """Make memory what the disk says as of the last good batch."""
+        try:
+            for store, again in zip(stores, self._rebuilt(stores), strict=True):
+                store.become(again)
+                store.unreadable = False
+        except (StorageError, OSError) as error:
+            name = self._bucket.name
+            log.error("bucket %s: %d partitions cannot be read again: %s", name, len(stores), error)
+            for store in stores:
+                store.unreadable = True
+                store.epoch += 1
+
+    def _rebuilt(self, stores: list[PartitionStore]) -> list[PartitionStore]:
+        """These partitions as the disk has them, as of the last good batch."""
+        bucket = self._bucket
+        copies = [PartitionStore(bucket, store.id, state=store.state, log=store.log) for store in stores]
+        for store, copy in zip(stores, copies, strict=True):
+            copy.file = store.file  # a newer one may have a section of it too, which it did not move into
+        loader = Loader(
+            bucket.directory,
+            bucket.files,
+            uuid=bucket.uuid,
+            partitions=len(bucket.partitions),
+            stores=copies,
+            expiry=bucket.expiry,
+            quota=bucket.settings.memory_quota,
+        )
+        # Copies are passing: whose file it is does not change.
+        for file in sorted({store.file for store in stores if store.file}, key=lambda file: -file.number):
+            held = file.holders
+            loader.load_file(file)
+            file.holders = held
+        loader.load_journal(bucket.done + 1, known=bucket.journal.segments, until=bucket.done)
+        loader.finish()
+        return copies
 
     def _tried(self, tried: Future[None]) -> None:
         self._trying = False
