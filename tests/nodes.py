@@ -33,6 +33,7 @@ class Node:
         port: int = 0,
         env: dict[str, str] | None = None,
         file_limit: int | None = None,
+        open_files: int | None = None,
     ) -> None:
         self.data = data
         self.options = options
@@ -40,6 +41,7 @@ class Node:
         self.port = port
         self.env = env or {}
         self.file_limit = file_limit  # bytes; the disk refuses to make any file larger
+        self.open_files = open_files  # that the process may have at a time
         self.ready: dict[str, object] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -55,7 +57,7 @@ class Node:
             stdout=subprocess.PIPE,
             stderr=self._log,
             env={**os.environ, **self.env},
-            preexec_fn=None if self.file_limit is None else self._limit,
+            preexec_fn=None if self.file_limit is self.open_files is None else self._limit,
         )
         line = self._first_line(time.monotonic() + within)
         self.ready = json.loads(line)
@@ -135,8 +137,12 @@ class Node:
         )
 
     def _limit(self) -> None:
-        assert self.file_limit is not None
-        resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_limit, self.file_limit))
+        for kind, limit in (
+            (resource.RLIMIT_FSIZE, self.file_limit),
+            (resource.RLIMIT_NOFILE, self.open_files),
+        ):
+            if limit is not None:
+                resource.setrlimit(kind, (limit, limit))
 
     def _first_line(self, deadline: float) -> bytes:
         assert self._process is not None

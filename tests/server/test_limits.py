@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import threading
 from pathlib import Path
 
@@ -13,7 +16,9 @@ from tests.nodes import Node
 from tests.server.inside import Running
 from tests.server.talk import Peer
 from upper.model.messages import Acknowledged, Message, Mutation, TapConnect
-from upper.server.settings import ServerSettings, StreamSettings
+from upper.server import metrics, outlet
+from upper.server.node import REFUSED
+from upper.server.settings import Limits, ServerSettings, StreamSettings
 from upper.wire.codes import Opcode, Status
 from upper.wire.tap import TAP
 
@@ -107,3 +112,64 @@ def test_a_tap_client_that_never_acknowledges_is_sent_so_much_and_no_more(tmp_pa
             assert isinstance(asked[0], Mutation)
             client.send(Acknowledged(opcode=0x41, opaque=asked[0].opaque))
             assert [change.key for change in client.changes(10)] == [b"k%d" % n for n in range(50, 60)]
+
+
+def test_connections_leave_the_storage_its_files(tmp_path: Path) -> None:
+    with (
+        Node(tmp_path / "data", open_files=400).start() as node,
+        Peer(node, None) as writer,
+        contextlib.ExitStack() as crowd,
+    ):
+        for _ in range(300):
+            crowd.enter_context(node.connect())
+        while writer.stats()["curr_connections"] != "200":
+            pass
+        for number in range(40):  # more than one file of the journal takes
+            assert writer.set(b"k%d" % number, bytes(1 << 20)).status == 0
+        assert "at most 200 connections" in node.log
+
+
+def test_a_crowd_that_is_not_let_in_is_told_so_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlet, "LINGER", 60)  # seconds for each of them to read it
+    settings = ServerSettings(port=0, limits=Limits(connections=1))
+    with Running(tmp_path / "data", settings) as node, node.peer() as inside, contextlib.ExitStack() as crowd:
+        assert inside.ask(Opcode.NOOP).status == 0
+        address = ("127.0.0.1", node.port)
+        waiting = [crowd.enter_context(socket.create_connection(address, timeout=10)) for _ in range(200)]
+        while inside.stats()["refused_connections"] != "200":
+            pass
+        assert node.node is not None
+        while len(node.node.turned_away) > REFUSED:
+            pass
+        assert struct.unpack_from(">H", waiting[0].recv(4096), 6)[0] == Status.BUSY
+        assert inside.set(b"k", b"v").status == 0
+
+
+def test_the_metrics_page_serves_a_few_at_a_time_and_none_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "PATIENCE", 1.0)
+    settings = ServerSettings(port=0, metrics_port=0)
+    with Running(tmp_path / "data", settings) as node, contextlib.ExitStack() as crowd:
+        assert node.node is not None
+        port = node.node.metrics_port
+        assert port is not None
+        for _ in range(metrics.MAX_PAGES):
+            crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as extra:
+            assert ended(extra)
+        while node.node.pages:
+            pass  # nobody asks for anything
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as page:
+            page.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            assert page.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def ended(connection: socket.socket) -> bool:
+    """Waits until the node has closed it; false if it says something."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionError:
+        return True

@@ -205,11 +205,13 @@ async def until(true: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["cut", "kept"])
 @pytest.mark.parametrize("segment_size", [1024, 1 << 20], ids=["new-segment", "same-segment"])
-@pytest.mark.parametrize("call", ["write", "fdatasync"])
+@pytest.mark.parametrize(
+    ("call", "error"), [("write", errno.ENOSPC), ("fdatasync", errno.ENOSPC), ("write", errno.EMFILE)]
+)
 def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
-    opened: Open, directory: Path, call: str, segment_size: int, keeps: bool
+    opened: Open, directory: Path, call: str, error: int, segment_size: int, keeps: bool
 ) -> None:
-    disk = Full(call)
+    disk = Full(call, error)
     settings = StorageSettings(compact=False, segment_size=segment_size, sweep_every=0.001)
     bucket = opened(settings, disk=disk)
     fill(bucket, 10)

@@ -9,7 +9,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from upper import kernel
@@ -18,6 +18,8 @@ from upper.server.settings import ServerSettings
 from upper.storage import Bucket, StorageSettings
 
 log = logging.getLogger(__name__)
+
+FILES = 512  # that are not for connections, where there are so many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,7 @@ def serve(
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
-    _raise_file_limit()
+    settings = _within_files(settings, _raise_file_limit())
     bucket = Bucket.open(data, storage, name=name, partitions=partitions)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(bucket, settings, data, ready))
@@ -94,11 +96,21 @@ async def _serve(
     log.info("stopped: everything is on disk")
 
 
-def _raise_file_limit() -> None:
+def _raise_file_limit() -> int:
     """A connection is a file, and so is a partition's: take as many as this user may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def _within_files(settings: ServerSettings, files: int) -> ServerSettings:
+    """No more connections than leave the storage its files: without one it could not go on writing."""
+    room = max(files - FILES, files // 2)
+    if files == resource.RLIM_INFINITY or settings.limits.connections <= room:
+        return settings
+    log.warning("at most %d connections, since this user may open %d files; raise `ulimit -n`", room, files)
+    return replace(settings, limits=replace(settings.limits, connections=room))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

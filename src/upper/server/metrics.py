@@ -1,6 +1,7 @@
 """The same statistics for Prometheus: one page over HTTP, on loopback, and nothing else.
 
-This is not a web server: it reads one request line and headers up to a bound, answers, and closes.
+This is not a web server: it reads one request line and headers up to a bound, answers, and closes. It serves
+a few at a time, each for a few seconds, whether they read the answer or not.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from upper.server.node import Node
 
 MAX_REQUEST = 8192
+MAX_PAGES = 32  # at a time
+PATIENCE = 10.0  # seconds to ask and to read the answer
 SECONDS = "upper_command_seconds"
 BUCKETS = 24  # powers of two of a microsecond, up to eight seconds
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -30,10 +33,19 @@ class MetricsPage(asyncio.Protocol):
         self._node = node
         self._request = b""
         self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._node.loop.call_later(10.0, transport.close)
+        self._node.pages.add(self)
+        if len(self._node.pages) > MAX_PAGES:
+            self._transport.abort()
+        self._timer = self._node.loop.call_later(PATIENCE, self._transport.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._node.pages.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         self._request += data

@@ -38,6 +38,7 @@ from upper.storage import Bucket, Commit, PartitionStore
 log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds
+REFUSED = 64  # peers that are told at a time why they are not let in; more are only closed
 MINUTE = 60.0
 
 assert commands.__all__, "importing the commands fills their table"
@@ -87,6 +88,8 @@ class Node:
         self.committed = bucket.done  # the last batch that anybody may be told of
         self.barrier = 0  # a flush of this batch hides items whose records are gone already
         self.clock_now = loop.time()
+        self.pages: set[MetricsPage] = set()  # that are being asked for
+        self.turned_away: set[Connection] = set()  # and not gone yet
         self._tap_sessions: dict[str, TapSession] = {}
         self._map: bytes | None = None
         self._revision = int(time.time())
@@ -172,6 +175,10 @@ class Node:
         if refusal is None:
             self.counters.connections += 1
             self.connections[connection.number] = connection
+        else:
+            self.turned_away.add(connection)
+            if len(self.turned_away) > REFUSED:
+                self.loop.call_soon(connection.abort)
         return refusal
 
     def forget(self, connection: Connection) -> None:
@@ -183,6 +190,7 @@ class Node:
                 self.counters.stream_items += connection.desk.items
                 self.counters.stream_bytes += connection.desk.bytes
         self.waiting.pop(connection.number, None)
+        self.turned_away.discard(connection)
         if self._emptied is not None and not self.connections:
             self._emptied.set()
 

@@ -6,9 +6,9 @@ where the last good batch ends, synced and closed; a new segment takes its place
 gaps, so the numbers that were given to batches that failed are used up by batches that say again what is true
 already. Each of these is written and synced like any other: if that works, the disk does.
 
-Only a full disk (or quota) is taken for something that passes. After any other error the medium is in doubt,
-and a person should look at it. With durability=memory the disk lacks what memory has, and at opening the mark
-of the directory could not be written: there it takes a restart.
+Only a full disk (or quota), and too many open files, are taken for something that passes. After any other
+error the medium is in doubt, and a person should look at it. With durability=memory the disk lacks what
+memory has, and at opening the mark of the directory could not be written: there it takes a restart.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("upper.storage")
 
 ROOM: Final = 16 * MIB  # bytes that must be free before writing is tried again
+PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 SHORTEST, LONGEST = 1.0, 60.0  # seconds between two attempts: longer each time that it does not last
 
 
@@ -44,7 +45,7 @@ class Recovery:
     def hope(self, error: OSError, *, watched: bool) -> bool:
         """Writing failed. Can what made it fail go away by itself, and will somebody look?"""
         on_disk = self._bucket.settings.durability is Durability.DISK
-        self._hope = watched and on_disk and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        self._hope = watched and on_disk and error.errno in PASSING
         return self._hope
 
     def tick(self, writer: ThreadPoolExecutor) -> None:
