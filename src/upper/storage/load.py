@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def segment_paths(directory: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def _split(paths: list[tuple[int, Path]], floor: int) -> tuple[list[Path], list[tuple[int, Path]]]:
+    """Segments that nobody needs, and the others: those from the one on that has the batch `floor`.
+
+    Deleting the former is not synced, so after a power cut any of them may be there again.
+    """
+    first = 0
+    for index, (_, path) in enumerate(paths):
+        with path.open("rb") as segment, suppress(Corrupt):
+            if read_file_header(segment.read(FILE_HEADER), JOURNAL_MAGIC, path).batch <= floor:
+                first = index
+    return [path for _, path in paths[:first]], paths[first:]
+
+
 def pack_paths(directory: Path) -> list[tuple[int, Path]]:
     """Partition files by number, newest first: a partition is in the first that has a section of it."""
     found = ((_PACK.fullmatch(path.name), path) for path in (directory / "partitions").iterdir())
@@ -85,7 +99,7 @@ class Tail:
     cut: int = 0
     doubtful: bool = False  # what was cut may have been acknowledged
     torn: list[tuple[File, int]] = field(default_factory=list)  # to be truncated to this size
-    drop: list[Path] = field(default_factory=list)  # segments without so much as a header
+    drop: list[Path] = field(default_factory=list)  # segments that nobody needs, or without a header
 
 
 def last_known(loader: Loader, floor: Floor) -> int:
@@ -234,10 +248,10 @@ class Loader:
             self._tables[number] = self._scratch
         segments: list[Segment] = []
         tail = Tail()
+        paths: list[tuple[int, Path, File | None]]
         if known is None:
-            paths: list[tuple[int, Path, File | None]] = [
-                (number, path, None) for number, path in segment_paths(self._directory)
-            ]
+            tail.drop, needed = _split(segment_paths(self._directory), floor)
+            paths = [(number, path, None) for number, path in needed]
         else:
             paths = [(segment.file.number, segment.file.path, segment.file) for segment in known]
         expected = None
@@ -323,7 +337,7 @@ class Loader:
     def _torn(self, segment: Segment, frames: Frames, tail: Tail, size: int, *, is_last: bool) -> bool:
         where, left = segment.file.path.name, size - frames.at
         # Between two segments only the frame that closes the first can be torn: it carries nothing.
-        harmless = not is_last and frames.ending is Ending.SHORT and left < FRAME_HEADER
+        harmless = not is_last and frames.ending is Ending.SHORT and left <= FRAME_HEADER
         if not harmless and (not is_last or frames.resumes_after() is not None):
             self._problem(Finding(where, f"batch {segment.last + 1} at byte {frames.at} is damaged"))
             return False

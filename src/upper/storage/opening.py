@@ -52,7 +52,9 @@ def fresh_branch() -> BranchId:
 def lock_directory(directory: Path, disk: Disk) -> int:
     """Make the directory if need be, and keep every other process out of it."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        for path in reversed([one for one in (directory, *directory.parents) if not one.exists()]):
+            path.mkdir(exist_ok=True)
+            disk.sync_directory(path.parent)
         try:
             fd = disk.open(directory / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:

@@ -1,0 +1,186 @@
+"""The power goes in the middle of anything: what was synced is there, of the rest nobody can say what.
+
+`Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A cut leaves
+that, and of everything else whatever chance wants: all of it, a part, zeros, nothing. So a sync that is
+missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS says
+how many lives are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.storage.conftest import Wall
+from upper.model.values import Seqno
+from upper.storage import Bucket, Disk, StorageSettings
+from upper.storage.check import check
+
+SEEDS = int(os.environ.get("UPPER_POWER_SEEDS", "60"))
+pytestmark = pytest.mark.usefixtures("either_kernel")
+SETTINGS = StorageSettings(compact=False, segment_size=1024, disk_floor=16 << 10, purge_age=20)
+Contents = list[dict[bytes, bytes] | None]  # None: whatever a partition held earlier
+
+
+class PowerCut(BaseException):
+    """Nothing that runs after this reaches the disk."""
+
+
+class Volatile(Disk):
+    def __init__(self, calls: int) -> None:
+        self.calls = calls  # how many more there are
+        self._files: dict[Path, int] = {}  # what each name means now
+        self._synced_names: dict[Path, int] = {}
+        self._synced: dict[int, bytes] = {}
+        self._paths: dict[int, Path] = {}  # by descriptor
+        self._made = 0
+        self.directories: set[Path] = set()  # that were synced
+
+    def _count(self) -> None:
+        if not self.calls:
+            raise PowerCut
+        self.calls -= 1
+
+    def open(self, path: Path, flags: int) -> int:
+        self._count()
+        if flags & os.O_CREAT and path not in self._files:
+            self._made += 1
+            self._files[path] = self._made
+        fd = super().open(path, flags)
+        self._paths[fd] = path
+        return fd
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        self._count()
+        return super().write(fd, data)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._count()
+        super().truncate(fd, size)
+
+    def fdatasync(self, fd: int) -> None:
+        self._count()
+        path = self._paths[fd]
+        self._synced[self._files[path]] = path.read_bytes()
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+        self._files[target] = self._files.pop(source)
+
+    def unlink(self, path: Path) -> None:
+        self._count()
+        super().unlink(path)
+        self._files.pop(path, None)
+
+    def sync_directory(self, path: Path) -> None:
+        self._count()
+        self.directories.add(path)
+        here = {name: file for name, file in self._files.items() if name.parent == path}
+        gone = [name for name in self._synced_names if name.parent == path and name not in here]
+        for name in gone:
+            del self._synced_names[name]
+        self._synced_names |= here
+
+    def left(self, root: Path, target: Path, chance: random.Random) -> None:
+        """What is there when the power is back, in another directory."""
+        for part in ("journal", "partitions"):
+            (target / part).mkdir(parents=True)
+        for name in sorted({*self._synced_names, *self._files}):
+            synced, now = self._synced_names.get(name), self._files.get(name)
+            file = synced if synced == now else chance.choice((synced, now))
+            if file is None:
+                continue
+            content = self._synced.get(file, b"")
+            if file == now and name.exists():
+                content = self._maybe_more(content, name.read_bytes(), chance)
+            (target / name.relative_to(root)).write_bytes(content)
+
+    @staticmethod
+    def _maybe_more(synced: bytes, written: bytes, chance: random.Random) -> bytes:
+        match chance.randrange(4):
+            case 0:
+                return written
+            case 1 if written.startswith(synced):
+                return written[: chance.randint(len(synced), len(written))]
+            case 2 if written.startswith(synced):  # made longer before its bytes arrived
+                return synced + bytes(len(written) - len(synced))
+            case _:
+                return synced
+
+
+def contents(bucket: Bucket) -> Contents:
+    return [
+        {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
+        for store in bucket.partitions
+    ]
+
+
+def live(bucket: Bucket, chance: random.Random, wall: Wall, told: list[Contents]) -> None:
+    """Whatever happens to a bucket. `told`: what was acknowledged last, and what may be by now."""
+    while True:
+        wall.now += chance.random()
+        store = chance.choice(bucket.partitions)
+        match chance.randrange(12):
+            case 0:
+                store.flush()
+            case 1 if store.high > 4:
+                # Before its file has its name a rollback has not happened, afterwards it has.
+                told.append(
+                    [
+                        None if one is store else held
+                        for one, held in zip(bucket.partitions, told[0], strict=True)
+                    ]
+                )
+                store.rollback(Seqno(store.high - chance.randrange(3)))
+                told[:] = [contents(bucket)]
+            case 2:
+                told[1:] = [contents(bucket)]
+                bucket.compact()
+            case _:
+                for _ in range(chance.randint(1, 5)):
+                    key = b"k%d" % chance.randrange(12)
+                    if chance.random() < 0.2 and store.read(key) is not None:
+                        store.delete(key)
+                    else:
+                        store.write(key, b"%d" % chance.randrange(1000) * chance.randint(1, 40))
+        told[1:] = [contents(bucket)]
+        bucket.commit()
+        told[:] = [contents(bucket)]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, wall: Wall, seed: int) -> None:
+    chance = random.Random(seed)
+    root = tmp_path / "0"
+    disk = Volatile(chance.randint(20, 400))
+    told: list[Contents] = [[{} for _ in range(2)]]
+    try:
+        bucket = Bucket.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
+        live(bucket, chance, wall, told)
+    except PowerCut:
+        pass
+    back = tmp_path / "1"
+    disk.left(root, back, chance)
+    if not (back / "bucket.json").exists():
+        assert told == [[{}, {}]], "a bucket is gone of which something was acknowledged"
+        return
+    assert list(check(back)) == []
+    again = Bucket.open(back, SETTINGS, time_ns=wall)
+    assert not again.opening.branched
+    found = contents(again)
+    assert any(
+        all(wanted in (None, held) for held, wanted in zip(found, one, strict=True)) for one in told
+    ), "there is something that was never acknowledged, nor on its way"
+    again.close()
+    shutil.rmtree(back)
+
+
+def test_a_directory_that_was_made_is_there_too(tmp_path: Path) -> None:
+    disk = Volatile(1000)
+    Bucket.open(tmp_path / "new" / "data", SETTINGS, partitions=2, disk=disk).close()
+    assert {tmp_path, tmp_path / "new"} <= disk.directories
