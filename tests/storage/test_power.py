@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -31,13 +31,14 @@ class PowerCut(BaseException):
 
 
 class Volatile(Disk):
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, root: Path) -> None:
+        there = [path for path in root.rglob("*") if path.is_file()]
         self.calls = calls  # how many more there are
-        self._files: dict[Path, int] = {}  # what each name means now
-        self._synced_names: dict[Path, int] = {}
-        self._synced: dict[int, bytes] = {}
+        self._files = {path: number for number, path in enumerate(there)}  # what each name means now
+        self._synced_names = dict(self._files)
+        self._synced = {number: path.read_bytes() for path, number in self._files.items()}
         self._paths: dict[int, Path] = {}  # by descriptor
-        self._made = 0
+        self._made = len(there)
         self.directories: set[Path] = set()  # that were synced
 
     def _count(self) -> None:
@@ -156,31 +157,28 @@ def live(bucket: Bucket, chance: random.Random, wall: Wall, told: list[Contents]
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, wall: Wall, seed: int) -> None:
     chance = random.Random(seed)
-    root = tmp_path / "0"
-    disk = Volatile(chance.randint(20, 400))
-    told: list[Contents] = [[{} for _ in range(2)]]
-    try:
-        bucket = Bucket.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
-        live(bucket, chance, wall, told)
-    except PowerCut:
-        pass
-    back = tmp_path / "1"
-    disk.left(root, back, chance)
-    if not (back / "bucket.json").exists():
-        assert told == [[{}, {}]], "a bucket is gone of which something was acknowledged"
-        return
-    assert list(check(back)) == []
-    again = Bucket.open(back, SETTINGS, time_ns=wall)
-    assert not again.opening.branched
-    found = contents(again)
-    assert any(
-        all(wanted in (None, held) for held, wanted in zip(found, one, strict=True)) for one in told
-    ), "there is something that was never acknowledged, nor on its way"
-    again.close()
-    shutil.rmtree(back)
+    told: list[Contents] = [[{}, {}]]
+    for cut in range(3):
+        root, back = tmp_path / str(cut), tmp_path / str(cut + 1)
+        disk = Volatile(chance.choice((chance.randint(1, 40), chance.randint(40, 400))), root)
+        with suppress(PowerCut), ExitStack() as afterwards:
+            bucket = Bucket.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
+            afterwards.callback(bucket.abandon)
+            assert not bucket.opening.branched
+            found = contents(bucket)
+            assert any(
+                all(wanted in (None, held) for held, wanted in zip(found, one, strict=True)) for one in told
+            ), "something acknowledged is missing, or something is there that nobody wrote"
+            told = [found]
+            live(bucket, chance, wall, told)
+        disk.left(root, back, chance)
+        if (back / "bucket.json").exists():
+            assert list(check(back)) == []
+        else:
+            assert told == [[{}, {}]], "a bucket is gone of which something was acknowledged"
 
 
 def test_a_directory_that_was_made_is_there_too(tmp_path: Path) -> None:
-    disk = Volatile(1000)
+    disk = Volatile(1000, tmp_path)
     Bucket.open(tmp_path / "new" / "data", SETTINGS, partitions=2, disk=disk).close()
     assert {tmp_path, tmp_path / "new"} <= disk.directories
