@@ -27,6 +27,7 @@ from upper.apps.lake.home import Lake
 from upper.apps.lake.schema import CHANGES, LATEST, LOST, Layout
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.tables import LakeTable
+from upper.apps.lake.verify import verify
 from upper.apps.lake.work import Task
 from upper.errors import BadCheckpoint, Corrupt, NotWritable
 from upper.model.values import Partition
@@ -391,6 +392,24 @@ def test_what_a_full_disk_kept_out_of_lost_is_there_after_the_next_rollback(
     world.settle()
     world.check()
     assert set(world.rows(LOST)["partition"].to_pylist()) == {0, 1}
+
+
+def test_whoever_opens_a_lake_that_is_written_to_never_finds_latest_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = filled(tmp_path)
+    opening = LakeTable.__init__
+
+    def opening_while_others_commit(table: LakeTable, root: Path, name: str) -> None:
+        opening(table, root, name)
+        monkeypatch.undo()
+        world.bucket.do(0, "mutation", b"meanwhile", b"")
+        world.settle()
+
+    monkeypatch.setattr(LakeTable, "__init__", opening_while_others_commit)
+    seen = Lake(tmp_path)
+    assert seen.latest.stand.batch <= seen.changes.stand.batch
+    assert verify(seen, world.bucket, world.runner).differences == []
 
 
 def test_a_worker_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,8 @@ class Lake:
         self.root = root
         if not exists(root):
             raise BadCheckpoint(f"there is no lake in {root}; `upper sync URL {root}` makes one")
-        self.changes, self.latest, self.lost = (LakeTable(root, name) for name in (CHANGES, LATEST, LOST))
+        # `changes` last: it is committed first, so whoever looks while others write finds it behind nobody.
+        self.latest, self.lost, self.changes = (LakeTable(root, name) for name in (LATEST, LOST, CHANGES))
         self.layout = self.changes.layout
 
     @classmethod
