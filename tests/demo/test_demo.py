@@ -68,9 +68,9 @@ def test_a_chart_is_as_high_as_its_highest_value() -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(400)
-def test_the_story_is_told_to_the_end(tmp_path: Path) -> None:
+def test_the_story_is_told_to_the_end_and_what_is_kept_ends_as_it_says(tmp_path: Path) -> None:
     told = subprocess.run(
-        [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo"), "--seed", "7"],
+        [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo"), "--seed", "7", "--keep"],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         capture_output=True,
@@ -87,10 +87,14 @@ def test_the_story_is_told_to_the_end(tmp_path: Path) -> None:
     ):
         assert decided_by_the_seed in told.stdout
     assert "the lake is true" in told.stdout
-    assert _running(str(tmp_path)) == []
+    assert len(running_in(tmp_path / "demo")) == 2
     for query in QUERIES:
         assert query in told.stdout
         assert run("query", str(tmp_path / "demo" / "lake"), query)
+    last = told.stdout.splitlines()[-1].split()
+    assert last[0] == "kill"
+    subprocess.run(last, check=True)
+    _all_end(tmp_path)
 
 
 @pytest.mark.slow
@@ -108,10 +112,7 @@ def test_whatever_ends_the_demo_ends_its_processes(tmp_path: Path, number: signa
         assert len(_running(str(tmp_path))) >= 3
         demo.send_signal(number)
         demo.wait(60)
-    deadline = time.monotonic() + 60
-    while left := _running(str(tmp_path)):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    _all_end(tmp_path)
 
 
 def test_a_demo_that_was_left_running_is_not_swept_away_by_the_next(tmp_path: Path) -> None:
@@ -149,6 +150,13 @@ def test_interrupted_while_it_is_still_being_imported_it_ends_without_a_tracebac
         said = demo.stderr.read()
     assert demo.returncode == 130
     assert "Traceback" not in said
+
+
+def _all_end(directory: Path) -> None:
+    deadline = time.monotonic() + 60
+    while left := _running(str(directory)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def _running(mark: str) -> list[str]:
