@@ -165,6 +165,64 @@ def test_a_promotion_that_takes_nothing_back_costs_a_tap_client_nothing(node: No
         assert keys(client.until(lambda message: isinstance(message, Mutation))) == [b"other"]
 
 
+def acknowledge(client: Peer, message: Message) -> None:
+    opcode = {Mutation: 0x41, Deletion: 0x42, Flush: 0x43}[type(message)]
+    client.send(Acknowledged(opcode=opcode, opaque=getattr(message, "opaque", 0)))
+
+
+def two_at_a_time(path: Path) -> Running:
+    """A node that sends a TAP client no more than two messages before it has acknowledged one."""
+    return Running(
+        path, ServerSettings(port=0, streams=StreamSettings(tap_ack_every=1, tap_unacknowledged=2))
+    )
+
+
+def test_a_history_that_parts_inside_a_snapshot_is_sent_from_where_that_began(tmp_path: Path) -> None:
+    with (
+        two_at_a_time(tmp_path / "data") as node,
+        Peer(("127.0.0.1", node.port), TAP) as client,
+        node.peer() as admin,
+    ):
+        client.send(TapConnect(name=b"slow", support_ack=True))
+        client.ask(Opcode.NOOP)
+        for key in (b"k", b"full", b"fuller"):
+            admin.set(key, b"v")
+        seen = client.changes(2)
+        acknowledge(client, seen[0])
+        seen += client.changes(1)  # and now there is no room for more
+        admin.delete(b"k")  # 4: hidden by what comes behind it
+        admin.set(b"between", b"v")  # 5
+        admin.set(b"k", b"again")  # 6
+        acknowledge(client, seen[1])
+        seen += client.changes(1)
+        assert seen[-1].key == b"between", "it is inside a snapshot of two"
+        promote(admin, 5)  # where k is deleted
+        acknowledge(client, seen[2])
+        acknowledge(client, seen[3])
+        assert keys(list(client.changes(2))) == [b"k", b"between"]
+
+
+def test_what_a_tap_client_has_of_a_backfill_that_begins_again_is_deleted_there(tmp_path: Path) -> None:
+    with (
+        two_at_a_time(tmp_path / "data") as node,
+        Peer(("127.0.0.1", node.port), TAP) as client,
+        node.peer() as admin,
+    ):
+        for number in range(4):
+            admin.set(b"k%d" % number, b"v")
+        client.send(TapConnect(name=b"slow", support_ack=True))
+        first, second = client.changes(2)
+        admin.delete(first.key)
+        promote(admin, 5)
+        acknowledge(client, first)
+        acknowledge(client, second)
+        held = {first.key, second.key}
+        while held != {b"k1", b"k2", b"k3"}:
+            (change,) = client.changes(1)
+            (held.discard if isinstance(change, Deletion) else held.add)(change.key)
+            acknowledge(client, change)
+
+
 def test_a_tap_client_that_left_before_a_flush_arrived_is_flushed_when_it_comes_back(tmp_path: Path) -> None:
     settings = ServerSettings(port=0, streams=StreamSettings(tap_ack_every=1))
     with Running(tmp_path / "data", settings) as running, running.peer() as admin:

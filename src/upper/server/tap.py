@@ -48,13 +48,27 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a client is in the history of a partition."""
+    """Where a client is in the history of a partition.
+
+    Inside a snapshot, which has each key once, it lacks older versions of what comes later in it. Should
+    history part before `end`, it has to begin again where the snapshot did.
+    """
 
     branch: BranchId
     seqno: int
+    since: int  # where the snapshot begins, and
+    end: int  # where it ends
 
 
-NOWHERE = Place(NO_BRANCH, 0)
+NOWHERE = Place(NO_BRANCH, 0, 0, 0)
+
+
+class Snapshot(NamedTuple):
+    """What is to be sent next of a partition."""
+
+    changes: Changes
+    since: int
+    whole: bool  # the client has nothing, so deletions are nothing to it
 
 
 @dataclass
@@ -88,7 +102,7 @@ class TapDesk(Follower):
         self._unasked: dict[int, Place] = {}  # progress since the last message that asked to be acknowledged
         self._asked: deque[tuple[int, int, dict[int, Place]]] = deque()
         self._dirty: dict[int, None] = {}  # partitions with something to send, in turn
-        self._taken: dict[int, Changes] = {}  # snapshots that wait for the disk
+        self._taken: dict[int, Snapshot] = {}  # those that wait for the disk
         self._current: tuple[int, Place, Iterator[bytes]] | None = None  # partition, its end, packets to come
         self._fresh: set[int] = set()  # partitions of which this client has nothing yet
         self._anew: set[int] = set()  # partitions that are to be flushed, and sent from the beginning
@@ -154,10 +168,10 @@ class TapDesk(Follower):
         session, made = self.session, self._before.pop(store.id, NOWHERE)
         if made.seqno or store.id in session.anew:
             session.sent[store.id] = known = session.acknowledged.get(store.id, NOWHERE)
-            if store.id in session.anew or not _holds(store, made, known):
+            if store.id in session.anew or _onward(store, made, known) is None:
                 self._begin_anew(store.id)
         elif self._only_new:
-            session.sent[store.id] = Place(store.log.branch, store.durable)
+            session.sent[store.id] = _complete(store.log.branch, store.durable)
         else:
             session.sent[store.id] = NOWHERE
             self._fresh.add(store.id)
@@ -248,34 +262,40 @@ class TapDesk(Follower):
         """Begin with the next partition whose snapshot is durable; false when there is none."""
         for partition in tuple(self._dirty):
             store = self.node.bucket.partitions[partition]
-            changes = self._taken.get(partition)
-            if changes is None:
-                place = self.session.sent[partition]
-                if place.seqno and not _holds(store, place, place):
-                    self._begin_anew(partition)
-                everything = partition in self._fresh or partition in self._anew
-                if store.high <= place.seqno and not everything and not self._handing.get(partition):
-                    del self._dirty[partition]
-                    continue
-                changes = store.changes_after(Seqno(0 if everything else place.seqno))
-            if changes.end > store.durable:
-                self._taken[partition] = changes
-                continue
-            self._taken.pop(partition, None)
-            del self._dirty[partition]
-            branch = store.log.branch
-            self._current = (partition, Place(branch, changes.end), self._packets(store, changes, branch))
-            return True
+            snapshot = self._taken.pop(partition, None) or self._take(store)
+            if snapshot is None:
+                del self._dirty[partition]
+            elif snapshot.changes.end > store.durable:
+                self._taken[partition] = snapshot
+            else:
+                del self._dirty[partition]
+                end = _complete(store.log.branch, snapshot.changes.end)
+                self._current = (partition, end, self._packets(store, snapshot))
+                return True
         return False
+
+    def _take(self, store: PartitionStore) -> Snapshot | None:
+        """What this client lacks of a partition; None when it is nothing."""
+        place = self.session.sent[store.id]
+        start = _onward(store, place, place)
+        if start is None:
+            self._begin_anew(store.id)
+        if start is None or store.id in self._anew:
+            return Snapshot(store.changes_after(Seqno(0)), 0, whole=True)
+        whole = store.id in self._fresh and not place.seqno
+        if store.high <= start and not whole and not self._handing.get(store.id):
+            return None
+        since = min(start, place.since) if place.seqno < place.end else start
+        return Snapshot(store.changes_after(Seqno(start)), since, whole)
 
     def _reached(self, partition: int, place: Place) -> None:
         self.session.sent[partition] = self._unasked[partition] = place
 
-    def _packets(self, store: PartitionStore, changes: Changes, branch: BranchId) -> Iterator[bytes]:
-        request = self.request
+    def _packets(self, store: PartitionStore, snapshot: Snapshot) -> Iterator[bytes]:
+        request, branch = self.request, store.log.branch
+        changes, since, whole = snapshot
         assert request is not None
         oldest = (request.backfill or 0) * 10**9 if store.id in self._fresh else 0
-        everything = store.id in self._fresh or store.id in self._anew
         if store.id in self._anew:
             self._reached(store.id, NOWHERE)
             self.session.anew[store.id] = self._made + 1
@@ -283,11 +303,11 @@ class TapDesk(Follower):
         for chunk in changes.chunks(self.node.settings.streams.chunk):
             for record in chunk:
                 item = item_of(record)
-                self._reached(store.id, Place(branch, item.seqno))
+                self._reached(store.id, Place(branch, item.seqno, since, changes.end))
                 if record[1] == MUTATION:
                     if item.cas >= oldest:
                         yield self._mutation(store.id, item)
-                elif not everything:
+                elif not whole:
                     key, cas = item.key, item.cas
 
                     def gone(opaque: int, ack: bool, key: bytes = key, cas: Cas = cas) -> Message:
@@ -410,7 +430,24 @@ class TapDesk(Follower):
             self.node.keep_tap_session(self.session, kept=self.request.support_ack)
 
 
-def _holds(store: PartitionStore, made: Place, known: Place) -> bool:
-    """May a client that was sent up to `made`, and surely has all up to `known`, go on from there?"""
-    shared = store.log.shared_until(made.branch, Seqno(store.high))
-    return shared is not None and made.seqno <= shared and known.seqno >= store.purged
+def _complete(branch: BranchId, seqno: int) -> Place:
+    return Place(branch, seqno, seqno, seqno)
+
+
+def _onward(store: PartitionStore, made: Place, known: Place) -> int | None:
+    """From where a client goes on that was sent up to `made`, and surely has all up to `known`.
+
+    None when it may have what is not part of history any more, or lacks deletions that no longer exist.
+    """
+    high = Seqno(store.high)
+    if made.seqno:
+        shared = store.log.shared_until(made.branch, high)
+        if shared is None or made.seqno > shared:
+            return None
+    start = known.seqno
+    if start:
+        shared = store.log.shared_until(known.branch, high)
+        if shared is None or known.seqno > shared:
+            return None
+        start = known.seqno if known.end <= shared else known.since
+    return start if start >= store.purged or not made.seqno else None
