@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi)
+KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi src/upper/kernel/*.h)
 CHECKED = $(wildcard src tests examples bench demo)
 # Two at a time, each file in one process, so that what a file shares is made once.
 PYTEST_ARGS ?= -n 2 --dist loadfile

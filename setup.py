@@ -24,7 +24,13 @@ def extensions() -> list[Extension]:
         if REQUIRED:
             raise
         return []
-    kernel = Extension("upper.kernel._compiled", [str(KERNEL)], extra_compile_args=["-O3"])
+    kernel = Extension(
+        "upper.kernel._compiled",
+        [str(KERNEL)],
+        include_dirs=[str(KERNEL.parent)],
+        depends=[str(header) for header in KERNEL.parent.glob("*.h")],
+        extra_compile_args=["-O3", "-pthread"],
+    )
     made: list[Extension] = cythonize([kernel], language_level=3, build_dir="build/cython")
     for extension in made:
         extension.optional = not REQUIRED  # cythonize makes extensions of its own, and forgets this

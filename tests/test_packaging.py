@@ -80,7 +80,8 @@ def test_the_sdist_has_what_a_build_needs_and_nothing_that_was_built(sdist: Path
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE", "src/upper/py.typed"} <= names
-    assert {str(path.relative_to(TOP)) for path in TOP.glob("src/upper/**/*.pyx")} <= names
+    for kind in ("pyx", "pxi", "pyi", "h"):
+        assert {str(path.relative_to(TOP)) for path in TOP.glob(f"src/upper/**/*.{kind}")} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc", ".c"))]
 
 

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.disks import Watched
 from tests.server.talk import Peer
 from upper.server.node import Node
 from upper.server.settings import ServerSettings
-from upper.storage import Bucket, Disk, StorageSettings
+from upper.storage import Bucket, StorageSettings
 
 
-class Held(Disk):
+class Held(Watched):
     """A disk whose syncs wait while it is held."""
 
     def __init__(self) -> None:

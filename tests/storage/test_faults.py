@@ -11,16 +11,17 @@ from threading import Event
 
 import pytest
 
+from tests.disks import Watched
 from tests.storage.conftest import QUIET, Open
 from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError, WrongVersion
 from upper.model.values import Seqno
-from upper.storage import Bucket, Commit, Disk, Durability, StorageSettings
+from upper.storage import Bucket, Commit, Durability, StorageSettings
 from upper.storage.check import check, repair
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 
 
-class Faulty(Disk):
+class Faulty(Watched):
     """A disk on which one kind of call goes wrong from a certain moment on."""
 
     def __init__(
@@ -52,7 +53,7 @@ class Faulty(Disk):
         super().rename(source, target)
 
 
-class Short(Disk):
+class Short(Watched):
     """Every write takes at most seven bytes."""
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
@@ -397,7 +398,7 @@ def test_a_compaction_that_fails_leaves_everything_as_it_was(
     assert contents(opened()) == before
 
 
-class FailsBehindCompaction(Disk):
+class FailsBehindCompaction(Watched):
     """The journal fails, but not before a compaction had every chance to finish."""
 
     def __init__(self) -> None:

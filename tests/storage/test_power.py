@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import Watched
 from tests.storage.conftest import Wall
 from upper.model.values import Seqno
-from upper.storage import Bucket, Disk, StorageSettings
+from upper.storage import Bucket, StorageSettings
 from upper.storage.check import check
 
 SEEDS = int(os.environ.get("UPPER_POWER_SEEDS", "60"))
@@ -30,7 +31,7 @@ class PowerCut(BaseException):
     """Nothing that runs after this reaches the disk."""
 
 
-class Volatile(Disk):
+class Volatile(Watched):
     def __init__(self, calls: int, root: Path) -> None:
         there = [path for path in root.rglob("*") if path.is_file()]
         self.calls = calls  # how many more there are

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from upper.kernel.packets import Columns, Entry, Items
 from upper.kernel.plain_run import Clock
+from upper.kernel.writing import Writer
 
 _WANTED = os.environ.get("UPPER_KERNEL", "")
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         take,
         to_arrow,
         touched,
+        writer,
     )
 else:
     try:
@@ -69,6 +71,7 @@ else:
             take,
             to_arrow,
             touched,
+            writer,
         )
     except ImportError:
         if _WANTED == "required":
@@ -93,6 +96,7 @@ else:
             take,
             to_arrow,
             touched,
+            writer,
         )
 
 __all__ = [
@@ -109,6 +113,7 @@ __all__ = [
     "reach",
     "gather",
     "replay",
+    "writer",
     # maps and lists of records
     "after",
     "group",
@@ -125,4 +130,5 @@ __all__ = [
     "Entry",
     "Items",
     "Table",
+    "Writer",
 ]

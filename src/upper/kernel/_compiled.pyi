@@ -17,6 +17,9 @@ from upper.kernel.plain import scan as scan
 from upper.kernel.plain import take as take
 from upper.kernel.plain import to_arrow as to_arrow
 from upper.kernel.plain import touched as touched
+from upper.kernel.writing import Writer
 
 NAME: str
 looks_ahead: bool  # a run has what its next requests need fetched from memory
+
+def writer() -> Writer: ...

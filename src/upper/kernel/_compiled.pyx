@@ -17,6 +17,8 @@ from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
+import os
+
 from upper.kernel import arrow, packets
 
 NAME = "compiled"
@@ -484,7 +486,8 @@ def latest(list records not None):
     return records if len(newest) == number else list(newest.values())
 
 
-# ── The rest of this module, a file for each of its two large loops ───────────────────────────────
+# ── The rest of this module, a file for each of its large parts ───────────────────────────────
 
 include "_run.pxi"
 include "_columns.pxi"
+include "_writer.pxi"

@@ -49,10 +49,10 @@ SHAPE = Struct(">BBHBxxxII8x")  # magic, opcode, key length, extras length, tota
 U32 = Struct(">I")
 U64 = Struct(">Q")
 TAIL = Struct(">III")  # flags, expiration, lock time of a mutation
-SET_EXTRAS = Struct(">4sI")  # flags and expiration of a SET
 RECORD = Struct(">BBHBBHIIQQQ")  # header, seqno, revision
 CHANGE = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
 NEITHER = bytes(8)  # no expiration, no lock
+NEVER = bytes(4)  # no expiration
 
 
 # ── What a caller gave ────────────────────────────────────────────────────────────────────────────

@@ -53,6 +53,7 @@ from upper.kernel.plain_run import Table as Table
 from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
 from upper.kernel.plain_run import touched as touched
+from upper.kernel.writing import Writer as Writer
 
 if TYPE_CHECKING:
     import pyarrow
@@ -236,6 +237,14 @@ def replay(data: Buffer, start: int, end: int, tables: list[Items], highs: array
         highs[partition] = seqno
         at = past
     return at
+
+
+# ── To a file ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def writer() -> Writer | None:
+    """A thread that writes batches without the interpreter. Here is none: a thread of Python's has to do."""
+    return None
 
 
 # ── Maps and lists of records ─────────────────────────────────────────────────────────────────────

@@ -8,7 +8,8 @@ opcodes on purpose: the compiled twin is the same ladder, and a table lookup a r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from struct import Struct
+from typing import Final, Protocol
 
 from upper.kernel.packets import (
     DELETE,
@@ -26,21 +27,28 @@ from upper.kernel.packets import (
     MIB,
     MUTATION,
     NEITHER,
+    NEVER,
     NOOP,
     NOT_FOUND,
     RECORD,
     REQUEST,
     RESPONSE,
     SET,
-    SET_EXTRAS,
     SETQ,
     U64,
     Buffer,
+    Entry,
     Items,
     not_ours,
     solid,
     within,
 )
+
+SETS: Final = (SET, SETQ)
+DELETES: Final = (DELETE, DELETEQ)
+GETS: Final = (GET, GETQ, GETK, GETKQ)
+ANSWER: Final = Struct(">12s4sQ")  # a response of which only the opaque and the CAS are left to say
+STORED: Final = HEAD.pack(RESPONSE, SET, 0, 0, 0, 0, 0, bytes(4), 0)[:12]
 
 
 class Clock(Protocol):
@@ -107,7 +115,7 @@ def run(
     data = solid(data)
     size = len(data)
     within(start, size, size)
-    at, waits = start, False
+    at, waits, sets = start, False, 0
     counts = counts or Counts()
     head = HEAD.unpack_from
     while at + 24 <= size and len(out) < room:
@@ -137,33 +145,31 @@ def run(
             # Expiration and lock time: whoever reads the clock looks at those.
             if live and (len(old) < 52 + klen or old[44:52] != NEITHER):
                 break
-        if opcode in (SET, SETQ):
-            value = total - klen - 8
-            if extras != 8 or not 0 <= value <= limit:
+        if opcode in SETS:
+            if extras != 8 or not 8 <= total - klen <= limit + 8 or data[body + 4 : body + 8] != NEVER:
                 break
-            flags, expiration = SET_EXTRAS.unpack_from(data, body)
-            if expiration or store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
+            if store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
                 break
-            rest = b"".join((flags, NEITHER, data[body + 8 : past]))
-            cas = _write(store, clock, pending, opcode=MUTATION, partition=partition, key=key, rest=rest)
-            counts.sets += 1
+            rest = b"".join((data[body : body + 4], NEITHER, data[body + 8 : past]))
+            cas = _put(store, key, old, clock, pending, MUTATION, 28, partition, rest)
+            sets += 1
             waits = True
             if opcode == SET:
-                out += HEAD.pack(RESPONSE, SET, 0, 0, 0, 0, 0, opaque, cas)
-        elif opcode in (DELETE, DELETEQ):
+                out += ANSWER.pack(STORED, opaque, cas)
+        elif opcode in DELETES:
             if extras or total != klen:
                 break
             if live:
                 if store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
                     break
-                cas = _write(store, clock, pending, opcode=DELETION, partition=partition, key=key, rest=key)
+                cas = _put(store, key, old, clock, pending, DELETION, 16, partition, key)
                 waits = True
                 if opcode == DELETE:
                     out += HEAD.pack(RESPONSE, DELETE, 0, 0, 0, 0, 0, opaque, cas if delete_cas else 0)
             else:
                 out += HEAD.pack(RESPONSE, opcode, 0, 0, 0, 1, len(NOT_FOUND), opaque, 0) + NOT_FOUND
             counts.deletes += 1
-        elif opcode in (GET, GETQ, GETK, GETKQ):
+        elif opcode in GETS:
             if extras or total != klen:
                 break
             shown = key if opcode in (GETK, GETKQ) else b""
@@ -183,29 +189,39 @@ def run(
             counts.misses += not live
         else:
             break
-        if isinstance(old, bytes) and U64.unpack_from(old, 24)[0] > store.durable:
+        if not waits and isinstance(old, bytes) and U64.unpack_from(old, 24)[0] > store.durable:
             waits = True
         at = past
+    counts.sets += sets
     return at, waits
 
 
-def _write(
-    store: Table, clock: Clock, pending: list[bytes], *, opcode: int, partition: int, key: bytes, rest: bytes
+def _put(
+    store: Table,
+    key: bytes,
+    old: Entry | None,
+    clock: Clock,
+    pending: list[bytes],
+    opcode: int,
+    extras: int,
+    partition: int,
+    rest: bytes,
 ) -> int:
-    """Put a new record at the end of its partition; the CAS it got. `rest` is what follows the revision."""
-    old = store.items.pop(key, None)
+    """A new record takes the last place in its partition. `rest` follows its revision; returns its CAS."""
     revision = 1
-    if isinstance(old, bytes):
+    if old is not None:
+        assert isinstance(old, bytes)
         revision = (U64.unpack_from(old, 32)[0] + 1) & MAX_CAS
         store.size -= len(old)
         if old[1] != MUTATION:
             store.tombstones -= 1
+        del store.items[key]
     clock.last = cas = clock.last + 1
     store.high = seqno = store.high + 1
-    extras = 28 if opcode == MUTATION else 16
-    body = 16 + len(rest)
-    head = RECORD.pack(REQUEST, opcode, len(key), extras, 0, partition, body, 0, cas, seqno, revision)
-    record = head + rest
+    record = (
+        RECORD.pack(REQUEST, opcode, len(key), extras, 0, partition, 16 + len(rest), 0, cas, seqno, revision)
+        + rest
+    )
     store.items[key] = record
     store.size += len(record)
     if opcode != MUTATION:

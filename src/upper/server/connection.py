@@ -334,9 +334,8 @@ class Connection(Outlet):
 
     def _answer(self, out: bytearray, waits: bool) -> None:
         """Write, or hold until the batch that it rests on is on disk."""
-        bucket = self.node.bucket
-        if bucket.pending:
-            bucket.kick()
+        if self.node.bucket.pending:
+            self.node.bucket.hasten()
         if waits:
             # Also for what comes later: a quiet write says nothing, and a NOOP behind it speaks for both.
             self._due = self.node.due

@@ -21,7 +21,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -39,6 +38,7 @@ from upper.storage.partition import FAST_SEQNOS, PartitionStore
 from upper.storage.recovery import Recovery
 from upper.storage.rewrite import Rewriter
 from upper.storage.settings import MIB, Durability, StorageSettings
+from upper.storage.writer import Batch, Outcome, Writer, write
 
 log = logging.getLogger("upper.storage")
 
@@ -49,28 +49,6 @@ class Commit(NamedTuple):
     ticket: int
     records: list[bytes]  # changes and flushes, in order
     error: StorageError | None = None
-
-
-class _Batch(NamedTuple):
-    ticket: int
-    clock: int
-    records: list[bytes]
-    reached: list[tuple[kernel.Table, int]]  # the partitions in it, and how far each had come
-    segment_size: int
-    has_facts: bool
-
-    @property
-    def streamed(self) -> list[bytes]:
-        """The records that streams carry; mostly that is all of them."""
-        return records.changes_only(self.records) if self.has_facts else self.records
-
-
-class _Outcome(NamedTuple):
-    batch: _Batch
-    error: OSError | None
-    file: File | None
-    offset: int
-    size: int
 
 
 class Bucket:
@@ -114,11 +92,10 @@ class Bucket:
         self._lock = lock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
-        self._writing: Future[None] | None = None
-        self._outcomes: deque[_Outcome] = deque()
+        self._half = 0  # as many records as were in half of the last batch
         self._subscribers: list[Callable[[Commit], None]] = []
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._writer: ThreadPoolExecutor | None = None
+        self._writer: Writer | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unweighed = 0
         self._refused: dict[int, StorageError] = {}  # batches that never were, though later ones are
@@ -175,7 +152,7 @@ class Bucket:
             self.commit()
         finally:
             if self._writer is not None:
-                self._writer.shutdown()
+                self._writer.close()
             if self.failed is None:
                 try:
                     mark = marks.Mark(self.done, self.settings.durability)
@@ -194,7 +171,7 @@ class Bucket:
             self._timer.cancel()
         self.rewriter.close(wait=True)
         if self._writer is not None:
-            self._writer.shutdown()
+            self._writer.close()
         self.journal.close()
         self.files.close()
         os.close(self._lock)
@@ -212,7 +189,7 @@ class Bucket:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """From here on batches are written beside this loop; sweeping and compaction run by themselves."""
         self._loop = loop
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="upper-journal")
+        self._writer = Writer(self.journal, loop, self._collect)
         self.rewriter.start(loop)
         self._timer = loop.call_later(self.settings.sweep_every, self._tick)
         if self.pending:
@@ -225,9 +202,21 @@ class Bucket:
 
     def kick(self) -> None:
         """Something was appended to `pending`: it is handed over at the end of this turn, or next in line."""
-        if self._loop is not None and not self._scheduled and self._writing is None:
+        if self._loop is not None and not self._scheduled and not self._is_writing:
             self._scheduled = True
             self._loop.call_soon(self._hand_over)
+
+    def hasten(self) -> None:
+        """`kick`, from where memory agrees with `pending`: half of what the last batch had goes at once.
+
+        Otherwise all who write would share one batch, be answered together, and ask again together, while
+        the disk waits for this thread and this thread for the disk.
+        """
+        half_a_batch = len(self.pending) >= self._half and self.settings.durability is Durability.DISK
+        if half_a_batch and self._loop is not None and not self._is_writing:
+            self._hand_over()
+        else:
+            self.kick()
 
     def saved(self, ticket: int | None = None) -> asyncio.Future[None]:
         """Resolves when that batch (by default: the open one) is done, or raises why it never will be."""
@@ -249,29 +238,35 @@ class Bucket:
 
     def commit(self) -> None:
         """Write everything that is pending, and wait. Raises when the disk refuses."""
-        while self._writing is not None or self.pending:
+        while self._is_writing or self.pending:
             if self.failed is not None:
                 raise self.failed
-            if self._writing is None:
+            if self._is_writing:
+                self._collect()  # waits
+            else:
                 self._hand_over(now=True)
-            if self._writing is not None:
-                self._writing.exception()  # waits
-                self._collect()
         if self.failed is not None and not self.closed:
             raise self.failed
 
+    @property
+    def _is_writing(self) -> bool:
+        return self._writer is not None and self._writer.busy
+
     def _hand_over(self, *, now: bool = False) -> None:
         self._scheduled = False
-        if self._writing is not None or not self.pending or self.failed is not None:
+        if self._is_writing or not self.pending or self.failed is not None:
             return
         if self.rewriter.stalls and not now:
             return  # the rewriter kicks when it has made room
         handed, self.pending = self.pending, []
+        self._half = len(handed) // 2
         reached = kernel.touched(handed, self.partitions, self.ticket)
         segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
-        batch = _Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
+        batch = Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
         self.facts_pending = False
         self.ticket += 1
+        if self._writer is not None and not self.closed:
+            self._writer.start(batch)
         # Memory is now exactly what it is after this batch: the moment at which a partition can be rewritten.
         self.rewriter.after_batch(batch.ticket)
         if self.settings.durability is Durability.MEMORY:
@@ -279,58 +274,46 @@ class Bucket:
             self.acknowledged = batch.ticket
             self._publish(Commit(batch.ticket, batch.streamed))
             self._resolve()
-        if self._writer is not None and self._loop is not None and not self.closed:
-            self._writing = self._writer.submit(self._write, batch)
-            self._writing.add_done_callback(self._wake)
-        else:
-            self._write(batch)
-            self._collect()
-
-    def _write(self, batch: _Batch) -> None:
-        """The writer's whole work; its only way back is `_outcomes`."""
-        payload = b"".join(batch.records)
-        try:
-            offset = self.journal.append(batch.ticket, batch.clock, payload, segment_size=batch.segment_size)
-        except OSError as error:
-            self.journal.give_up()
-            self._outcomes.append(_Outcome(batch, error, None, 0, 0))
-        else:
-            file = self.journal.segments[-1].file
-            self._outcomes.append(_Outcome(batch, None, file, offset, len(payload)))
-
-    def _wake(self, _: Future[None]) -> None:
-        self.in_loop(self._collect)
+        if not self._is_writing:
+            self._settle(write(self.journal, batch))
 
     def in_loop(self, step: Callable[..., None], *facts: object) -> None:
         """Go on in the loop's thread, unless it has ended."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(step, *facts)
+        if self._writer is not None:
+            self._writer.in_loop(step, *facts)
 
     def _collect(self) -> None:
         """In the loop's thread: what the writer has done."""
-        while self._outcomes:
-            outcome = self._outcomes.popleft()
-            self._writing = None
-            if outcome.error is not None:
-                self._fail(outcome.batch, outcome.error)
-                return
-            self.done = outcome.batch.ticket
-            self.acknowledged = max(self.acknowledged, self.done)
-            if self.settings.durability is Durability.DISK:
-                self._reach(outcome.batch)
-            self._unweighed += outcome.size
-            if self.settings.memory_quota is not None and outcome.file is not None:
-                self._move_out(outcome.batch, outcome.file, outcome.offset)
-            if self._unweighed > max(MIB // 4, self.live // 16):
-                self.weigh()
-            self.rewriter.written(outcome.size)
-            if self.settings.durability is Durability.DISK:
-                self._publish(Commit(outcome.batch.ticket, outcome.batch.streamed))
-            self._resolve()
+        outcome = None if self._writer is None else self._writer.finish()
+        if outcome is not None:
+            self._settle(outcome)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """A batch counts from here on, or never."""
+        batch = outcome.batch
+        if outcome.error is not None:
+            self._fail(batch, outcome.error)
+            return
+        self.done = batch.ticket
+        self.acknowledged = max(self.acknowledged, self.done)
+        on_disk = self.settings.durability is Durability.DISK
+        if on_disk:
+            self._reach(batch)
+        self._unweighed += outcome.size
+        if self.settings.memory_quota is not None and outcome.file is not None:
+            self._move_out(batch, outcome.file, outcome.offset)
+        if self._unweighed > max(MIB // 4, self.live // 16):
+            self.weigh()
+        self.rewriter.written(outcome.size)
+        if self._writer is not None and not self.closed:
+            self._hand_over()  # before anybody hears of this batch: the disk goes on meanwhile
+        if on_disk:
+            self._publish(Commit(batch.ticket, batch.streamed))
+        self._resolve()
         if self.pending:
             self.kick()
 
-    def _reach(self, batch: _Batch) -> None:
+    def _reach(self, batch: Batch) -> None:
         # No rollback can have come between: it waits for the batch that is being written.
         if kernel.reach(batch.reached) > FAST_SEQNOS:
             for store in self.partitions:
@@ -358,7 +341,7 @@ class Bucket:
         if self.failed is not None:
             raise self.failed
 
-    def _fail(self, batch: _Batch, error: OSError) -> None:
+    def _fail(self, batch: Batch, error: OSError) -> None:
         rest, self.pending = self.pending, []
         self.only_read(error)
         self.rewriter.cancel()
@@ -445,7 +428,7 @@ class Bucket:
         pause = self.settings.sweep_every if swept < 1000 else 0.01
         self._timer = self._loop.call_later(pause, self._tick)
 
-    def _move_out(self, batch: _Batch, file: File, offset: int) -> None:
+    def _move_out(self, batch: Batch, file: File, offset: int) -> None:
         """Past the quota, what was just written stays on disk alone."""
         assert self.settings.memory_quota is not None
         over = self.held + self._unweighed - self.settings.memory_quota

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from upper import kernel
+
 
 class Disk:
     """The real one. A test derives from it and overrides what should go wrong."""
@@ -49,6 +51,10 @@ class Disk:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    def writer(self) -> kernel.Writer | None:
+        """A thread that writes and syncs by itself; None where every call should come through here."""
+        return kernel.writer()
 
 
 def write_all(disk: Disk, fd: int, data: bytes) -> None:

@@ -91,6 +91,11 @@ def frame(number: int, clock: int, payload: bytes) -> bytes:
     return frame_head(number, clock, payload) + payload
 
 
+def open_frame(number: int, clock: int) -> bytes:
+    """What stands before a payload, but for its length and the CRC: the kernel's writer fills them in."""
+    return _FRAME.pack(FRAME_MAGIC, 0, number, 0, clock)
+
+
 class Frames:
     """The whole frames of a file's bytes, in order; then `ending` and `at` say how and where they end."""
 

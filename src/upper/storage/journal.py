@@ -18,9 +18,10 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from upper import kernel
 from upper.storage.disk import write_all
 from upper.storage.files import File, Files
-from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, FileHeader, file_header, frame
+from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, FileHeader, file_header, frame, open_frame
 
 
 @dataclass(slots=True)
@@ -50,6 +51,7 @@ class Journal:
     segments: list[Segment] = field(default_factory=list)
     written: int = 0  # bytes of all batches since it was opened
     _fd: int = -1
+    _under_way: int = 0  # bytes of the batch that a thread is writing
 
     @property
     def size(self) -> int:
@@ -61,17 +63,33 @@ class Journal:
         disk = self.files.disk
         if not self.segments or self.segments[-1].file.size >= segment_size:
             self._open_next(number)
-        segment = self.segments[-1]
         if self._fd < 0:
-            self._fd = disk.open(segment.file.path, os.O_WRONLY | os.O_APPEND)
-        at = segment.file.size
+            self._fd = disk.open(self.segments[-1].file.path, os.O_WRONLY | os.O_APPEND)
         data = frame(number, clock, payload)
         write_all(disk, self._fd, data)
         if sync:
             disk.fdatasync(self._fd)
-        segment.file.size = at + len(data)
+        return self._appended(number, len(data))
+
+    def is_full(self, segment_size: int) -> bool:
+        """Has a file to be opened before the next batch? Then `append` does it."""
+        return self._fd < 0 or not self.segments or self.segments[-1].file.size >= segment_size
+
+    def start(self, writer: kernel.Writer, number: int, clock: int, batch: list[bytes]) -> None:
+        """What `append` does with a segment that is not full, by a thread that goes on alone."""
+        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch)
+
+    def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int]:
+        """Wait for that thread; raises as `append` does. Offset and size of the payload."""
+        writer.finish()
+        return self._appended(number, self._under_way), self._under_way - FRAME_HEADER
+
+    def _appended(self, number: int, size: int) -> int:
+        segment = self.segments[-1]
+        at = segment.file.size
+        segment.file.size = at + size
         segment.last = number
-        self.written += len(data)
+        self.written += size
         return at + FRAME_HEADER
 
     def give_up(self) -> None:

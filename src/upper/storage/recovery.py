@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from upper.errors import StorageError
@@ -27,6 +27,7 @@ from upper.storage.settings import MIB, Durability
 
 if TYPE_CHECKING:
     from upper.storage.bucket import Bucket
+    from upper.storage.writer import Writer
 
 log = logging.getLogger("upper.storage")
 
@@ -48,14 +49,14 @@ class Recovery:
         self._hope = watched and on_disk and error.errno in PASSING
         return self._hope
 
-    def tick(self, writer: ThreadPoolExecutor) -> None:
+    def tick(self, writer: Writer) -> None:
         """Once in a while: if there is room again, find out beside the loop whether writing works."""
         bucket = self._bucket
         if not self._hope or self._trying or time.monotonic() < self._again_at:
             return
         if bucket.disk.free(bucket.directory) >= ROOM:
             self._trying = True
-            writer.submit(self._resume).add_done_callback(lambda tried: bucket.in_loop(self._tried, tried))
+            writer.beside(self._resume, self._tried)
 
     def _resume(self) -> None:
         """Make the journal take batches again; raises OSError while it cannot."""

@@ -1,0 +1,135 @@
+/* Writing a batch beside the interpreter; part of _compiled.pyx, by way of _writer.pxi.
+ *
+ * A thread of Python's needs the interpreter's lock before its first system call and after its last, and where another
+ * thread is busy it may wait for that longer than for the disk. This one never needs it. It copies the records of a batch
+ * behind the head of their frame, seals the frame with its checksum, writes and syncs; then it rings: a byte arrives on a
+ * pipe that the loop watches. Whoever gave it the records holds on to them, and changes nothing, until they are written. */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+enum { UPPER_IDLE, UPPER_WORKING, UPPER_DONE, UPPER_LEAVING };
+
+typedef struct {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int state, fd, bell, error;
+    PyObject **records; /* bytes, all of them */
+    Py_ssize_t count;
+    uint8_t head[32];
+    size_t size; /* of the frame */
+    uint8_t *buffer;
+    size_t room; /* in the buffer */
+} upper_writer;
+
+static uint32_t upper_crc_table[8][256];
+
+static void upper_crc_prepare(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ c >> 1 : c >> 1;
+        upper_crc_table[0][i] = c;
+    }
+    for (uint32_t i = 0; i < 256; i++)
+        for (int k = 1; k < 8; k++)
+            upper_crc_table[k][i] = upper_crc_table[k - 1][i] >> 8 ^ upper_crc_table[0][upper_crc_table[k - 1][i] & 255];
+}
+
+/* The CRC of zlib, eight bytes at a time. */
+static uint32_t upper_crc(const uint8_t *p, size_t size) {
+    uint32_t (*t)[256] = upper_crc_table, crc = 0xFFFFFFFFu;
+    for (; size >= 8; size -= 8, p += 8) {
+        crc ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+        crc = t[7][crc & 255] ^ t[6][crc >> 8 & 255] ^ t[5][crc >> 16 & 255] ^ t[4][crc >> 24]
+            ^ t[3][p[4]] ^ t[2][p[5]] ^ t[1][p[6]] ^ t[0][p[7]];
+    }
+    for (; size; size--) crc = crc >> 8 ^ t[0][(crc ^ *p++) & 255];
+    return ~crc;
+}
+
+static int upper_write_batch(upper_writer *w) {
+    if (w->room < w->size || w->room > w->size + (64u << 20)) {
+        size_t room = w->size + w->size / 2;
+        uint8_t *larger = realloc(w->buffer, room);
+        if (larger == NULL) return ENOMEM;
+        w->buffer = larger;
+        w->room = room;
+    }
+    uint8_t *to = w->buffer;
+    memcpy(to, w->head, sizeof w->head);
+    to += sizeof w->head;
+    for (Py_ssize_t i = 0; i < w->count; i++) {
+        size_t size = (size_t)PyBytes_GET_SIZE(w->records[i]);
+        memcpy(to, PyBytes_AS_STRING(w->records[i]), size);
+        to += size;
+    }
+    put32(w->buffer + 4, upper_crc(w->buffer + 8, w->size - 8));
+    for (size_t done = 0; done < w->size;) {
+        ssize_t n = write(w->fd, w->buffer + done, w->size - done);
+        if (n < 0 && errno != EINTR) return errno;
+        if (n > 0) done += (size_t)n;
+    }
+    while (fdatasync(w->fd))
+        if (errno != EINTR) return errno;
+    return 0;
+}
+
+static void *upper_writer_main(void *me) {
+    upper_writer *w = me;
+    pthread_mutex_lock(&w->lock);
+    while (w->state != UPPER_LEAVING) {
+        if (w->state != UPPER_WORKING) {
+            pthread_cond_wait(&w->changed, &w->lock);
+            continue;
+        }
+        pthread_mutex_unlock(&w->lock);
+        w->error = upper_write_batch(w);
+        pthread_mutex_lock(&w->lock);
+        w->state = UPPER_DONE;
+        pthread_cond_broadcast(&w->changed);
+        while (write(w->bell, "!", 1) < 0 && errno == EINTR) {}
+    }
+    pthread_mutex_unlock(&w->lock);
+    return NULL;
+}
+
+/* Signals are Python's: the thread takes none. */
+static int upper_writer_start(upper_writer *w) {
+    sigset_t all, before;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_cond_init(&w->changed, NULL);
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int error = pthread_create(&w->thread, NULL, upper_writer_main, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error;
+}
+
+static void upper_writer_begin(upper_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    w->state = UPPER_WORKING;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* Until it is done with the batch that it has, if it has one. */
+static void upper_writer_wait(upper_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    while (w->state == UPPER_WORKING) pthread_cond_wait(&w->changed, &w->lock);
+    w->state = UPPER_IDLE;
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void upper_writer_leave(upper_writer *w) {
+    upper_writer_wait(w);
+    pthread_mutex_lock(&w->lock);
+    w->state = UPPER_LEAVING;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+    pthread_join(w->thread, NULL);
+    free(w->buffer);
+}

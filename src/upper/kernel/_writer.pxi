@@ -1,0 +1,89 @@
+# The thread of `_writer.h`, for Python; part of _compiled.pyx.
+
+cdef extern from "_writer.h":
+    ctypedef struct upper_writer:
+        int fd, bell, error
+        PyObject **records
+        Py_ssize_t count
+        size_t size
+        uint8_t head[32]
+    void upper_crc_prepare()
+    int upper_writer_start(upper_writer *w)
+    void upper_writer_begin(upper_writer *w)
+    void upper_writer_wait(upper_writer *w) nogil
+    void upper_writer_leave(upper_writer *w) nogil
+
+upper_crc_prepare()
+
+
+cdef class Writer:
+    """Writes one batch at a time, and rings on `fileno()` when it is on disk or has failed."""
+    cdef upper_writer writer
+    cdef bint runs
+    cdef int bell
+    cdef list records  # of the batch that it has, else None
+
+    def __cinit__(self):
+        self.bell, self.writer.bell = os.pipe()
+        os.set_blocking(self.bell, False)
+        error = upper_writer_start(&self.writer)
+        if error:
+            os.close(self.bell)
+            os.close(self.writer.bell)
+            raise OSError(error, os.strerror(error))
+        self.runs = True
+
+    def __dealloc__(self):
+        if self.runs:
+            self.close()
+
+    def fileno(self):
+        return self.bell
+
+    def begin(self, int fd, bytes head not None, list records not None):
+        """Write these records as one frame: `head`, with their length and the checksum filled in, and they. Its size."""
+        cdef Py_ssize_t size = 0
+        if not self.runs:
+            raise RuntimeError("the writer is closed")
+        if self.records is not None:
+            raise RuntimeError("the writer is at work")
+        if PyBytes_GET_SIZE(head) != 32:
+            raise ValueError("a frame's head has 32 bytes")
+        for record in records:
+            if not PyBytes_Check(record):
+                raise TypeError("a record is bytes")
+            size += PyBytes_GET_SIZE(record)
+        self.records = records
+        memcpy(self.writer.head, chars(head), 32)
+        put64(self.writer.head + 16, size)
+        self.writer.fd = fd
+        self.writer.records = PySequence_Fast_ITEMS(records)
+        self.writer.count = PyList_GET_SIZE(records)
+        self.writer.size = 32 + size
+        upper_writer_begin(&self.writer)
+        return 32 + size
+
+    def finish(self):
+        """Wait until it is done. An OSError says that the batch is not on disk."""
+        if self.records is None:
+            raise RuntimeError("the writer has nothing to finish")
+        with nogil:
+            upper_writer_wait(&self.writer)
+        self.records = None
+        if self.runs:
+            os.read(self.bell, 1)
+        if self.writer.error:
+            raise OSError(self.writer.error, os.strerror(self.writer.error))
+
+    def close(self):
+        """End the thread, when what it is at is done."""
+        if self.runs:
+            self.runs = False
+            with nogil:
+                upper_writer_leave(&self.writer)
+            os.close(self.bell)
+            os.close(self.writer.bell)
+
+
+def writer():
+    return Writer()

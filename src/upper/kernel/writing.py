@@ -1,0 +1,30 @@
+"""What the compiled kernel's writer promises to the journal."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Writer(Protocol):
+    """Writes one batch at a time, in a thread that never needs the interpreter."""
+
+    def begin(self, fd: int, head: bytes, records: list[bytes]) -> int:
+        """Append a frame to a file, and sync it. Returns how many bytes that will be.
+
+        The frame is `head`, 32 bytes in which the length of the payload (u64 at 16) and the CRC of
+        everything behind it (u32 at 4) are filled in, and then the records. Nobody may change the list
+        before `finish`.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """Readable when the batch is on disk or has failed, until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the batch. An OSError says why it is not on disk."""
+        ...
+
+    def close(self) -> None:
+        """End the thread, when what it is at is done."""
+        ...

@@ -1,0 +1,159 @@
+"""The kernel's writer: what lies in the file is the frame that `frames` would have made, and it is synced."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upper.kernel import Writer, plain
+from upper.storage.frames import frame, open_frame
+
+compiled = pytest.importorskip(
+    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` says why"
+)
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    made: Writer = compiled.writer()
+    yield made
+    made.close()
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def rings(writer: Writer, within: float = 0) -> bool:
+    return bool(select.select([writer.fileno()], [], [], within)[0])
+
+
+def test_without_a_compiler_there_is_none() -> None:
+    assert plain.writer() is None
+
+
+@given(
+    st.lists(st.binary(max_size=300), max_size=40),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+def test_it_writes_the_frame_that_readers_expect(
+    tmp_path_factory: pytest.TempPathFactory, batch: list[bytes], number: int, clock: int
+) -> None:
+    path = tmp_path_factory.mktemp("writer") / "log"
+    expected = frame(number, clock, b"".join(batch))
+    writer: Writer = compiled.writer()
+    with opened(path) as fd:
+        for _ in range(2):
+            assert writer.begin(fd, open_frame(number, clock), batch) == len(expected)
+            writer.finish()
+    writer.close()
+    assert path.read_bytes() == expected * 2
+
+
+def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
+    with opened(tmp_path / "log") as fd:
+        for number in range(50):
+            assert not rings(writer)
+            writer.begin(fd, open_frame(number, 0), [b"record"])
+            assert rings(writer, within=30)
+            writer.finish()
+        assert not rings(writer)
+
+
+def test_what_fails_is_told_and_forgotten(writer: Writer, tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        writer.begin(full, open_frame(1, 0), [b"record"])
+        assert rings(writer, within=30)
+        with pytest.raises(OSError, match="No space left") as caught:
+            writer.finish()
+        assert caught.value.errno == errno.ENOSPC
+    finally:
+        os.close(full)
+    with opened(tmp_path / "log") as fd:
+        writer.begin(fd, open_frame(2, 0), [b"record"])
+        writer.finish()
+    assert (tmp_path / "log").read_bytes() == frame(2, 0, b"record")
+
+
+def test_a_sync_that_fails_is_told(writer: Writer) -> None:
+    reader, end = os.pipe()
+    try:
+        writer.begin(end, open_frame(1, 0), [b"record"])  # a pipe can be written to, and not synced
+        with pytest.raises(OSError, match="Invalid argument"):
+            writer.finish()
+        assert os.read(reader, 1000) == frame(1, 0, b"record")
+    finally:
+        os.close(reader)
+        os.close(end)
+
+
+def test_a_write_that_stops_half_way_is_told(writer: Writer, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with opened(tmp_path / "log") as fd:
+            writer.begin(fd, open_frame(1, 0), [b"r" * 2000])
+            with pytest.raises(OSError, match="File too large"):
+                writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "log").stat().st_size == 1000
+
+
+def test_one_batch_at_a_time(writer: Writer, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="nothing to finish"):
+        writer.finish()
+    with opened(tmp_path / "log") as fd:
+        writer.begin(fd, open_frame(1, 0), [])
+        with pytest.raises(RuntimeError, match="at work"):
+            writer.begin(fd, open_frame(2, 0), [])
+        writer.finish()
+        with pytest.raises(ValueError, match="32 bytes"):
+            writer.begin(fd, b"short", [])
+        with pytest.raises(TypeError, match="bytes"):
+            writer.begin(fd, open_frame(2, 0), [b"record", bytearray(b"another")])  # type: ignore[list-item]
+    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"")
+
+
+def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
+    batch = [os.urandom(1000) for _ in range(20_000)]
+    with opened(tmp_path / "log") as fd:
+        writer: Writer = compiled.writer()
+        writer.begin(fd, open_frame(1, 0), batch)
+        writer.close()
+        writer.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            writer.begin(fd, open_frame(2, 0), [])
+    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"".join(batch))
+
+
+def test_letting_go_of_it_ends_its_thread(tmp_path: Path) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    before = count()
+    with opened(tmp_path / "log") as fd:
+        writers: list[Writer] = [compiled.writer() for _ in range(5)]
+        for writer in writers:
+            writer.begin(fd, open_frame(1, 0), [b"record"])
+        del writer
+        assert count() == before + 5
+        writers.clear()
+    assert count() == before
+    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"record") * 5

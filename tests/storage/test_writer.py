@@ -1,0 +1,162 @@
+"""Batches on their way: who writes them, when they leave, and what becomes of them when the disk refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.storage.conftest import Open
+from upper.errors import NotWritable
+from upper.storage import Bucket, Commit, Durability, StorageSettings
+from upper.storage.check import check
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+
+QUIET = StorageSettings(compact=False, sweep_every=3600.0)
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """A disk that is really full: the system itself refuses what goes past this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def write(bucket: Bucket, *numbers: int) -> None:
+    for number in numbers:
+        bucket.partitions[number % len(bucket.partitions)].write(b"k%d" % number, b"v" * 50)
+
+
+def test_half_of_the_last_batch_leaves_at_once_and_less_at_the_end_of_the_turn(opened: Open) -> None:
+    bucket = opened(QUIET)
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        write(bucket, *range(10))
+        await bucket.saved()
+        before = bucket.ticket
+        write(bucket, *range(4))
+        bucket.hasten()
+        assert bucket.ticket == before
+        write(bucket, 4)
+        bucket.hasten()
+        assert bucket.ticket == before + 1
+        assert not bucket.pending
+        write(bucket, *range(7))
+        bucket.hasten()
+        assert bucket.ticket == before + 1, "one batch at a time"
+        await bucket.saved()
+        write(bucket, 1)
+        bucket.hasten()
+        assert bucket.ticket == before + 2
+        await bucket.saved()  # though nobody asked for it again
+        bucket.close()
+
+    asyncio.run(fill())
+    assert opened().partitions[1].read(b"k1") is not None
+
+
+def test_the_next_batch_is_on_its_way_before_anybody_hears_of_the_last(opened: Open) -> None:
+    bucket = opened(QUIET)
+    heard: list[tuple[int, int, int]] = []
+
+    def listen(commit: Commit) -> None:
+        heard.append((commit.ticket, bucket.done, bucket.ticket))
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        write(bucket, 1)
+        await bucket.saved()
+        bucket.subscribe(listen)
+        write(bucket, 1)
+        bucket.hasten()
+        first = bucket.ticket - 1
+        write(bucket, 2, 3)
+        await bucket.saved()
+        assert heard == [(first, first, first + 2), (first + 1, first + 1, first + 2)]
+        bucket.close()
+
+    asyncio.run(fill())
+
+
+@pytest.mark.parametrize("durability", Durability)
+def test_everything_is_there_however_batches_were_cut(opened: Open, durability: Durability) -> None:
+    """Also across many segments, which another thread opens than the one that mostly writes."""
+    settings = StorageSettings(
+        compact=False, durability=durability, segment_size=4 << 10, disk_floor=64 << 10
+    )
+    bucket = opened(settings)
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for turn in range(300):
+            write(bucket, *range(turn, turn + turn % 17))
+            bucket.hasten()
+            if turn % 7 == 0:
+                await asyncio.sleep(0)
+            if turn % 50 == 0:
+                await bucket.saved()
+            if turn % 90 == 0:
+                bucket.commit()
+        bucket.close()
+
+    asyncio.run(fill())
+    assert len(bucket.journal.segments) > 2
+    kept = [list(store.items.items()) for store in bucket.partitions]
+    assert not list(check(bucket.directory))
+    assert [list(store.items.items()) for store in opened().partitions] == kept
+
+
+def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_was_lost(opened: Open) -> None:
+    bucket = opened(QUIET)
+    heard: list[Commit] = []
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        bucket.subscribe(heard.append)
+        write(bucket, 1)
+        await bucket.saved()
+        kept = {key: bucket.partitions[1].read(key) for key in bucket.partitions[1].items}
+        with files_no_larger_than(bucket.journal.segments[-1].size + 40):
+            write(bucket, 1, 5)
+            last = bucket.saved()
+            with pytest.raises(NotWritable, match="File too large"):
+                await last
+        assert {key: bucket.partitions[1].read(key) for key in bucket.partitions[1].items} == kept
+        assert heard[-1].error is bucket.failed
+        with pytest.raises(NotWritable):
+            write(bucket, 2)
+        bucket.close()
+
+    asyncio.run(fill())
+    assert not list(check(bucket.directory))
+    again = opened()
+    assert again.partitions[1].read(b"k1") is not None
+    assert again.partitions[1].read(b"k5") is None
+
+
+def test_who_waits_for_a_batch_that_is_under_way_gets_it(opened: Open) -> None:
+    bucket = opened(QUIET)
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for number in range(40):
+            write(bucket, number)
+            bucket.hasten()
+            write(bucket, number + 1)
+            bucket.commit()
+            assert bucket.done == bucket.ticket - 1
+            if number % 3 == 0:
+                await asyncio.sleep(0)  # what rings late is heard, and nothing comes of it
+        bucket.close()
+
+    asyncio.run(fill())
+    assert bucket.done == bucket.ticket - 1
