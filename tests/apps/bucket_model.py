@@ -69,10 +69,14 @@ class ModelPartition:
 
 
 class ModelBucket:
-    """Also the feed of a lake. `between` is called while a reading is under way, before its live part."""
+    """Also the feed of a lake.
+
+    `planned` is called when a reading begins, `between` while it is under way, before its live part.
+    """
 
     def __init__(self, partitions: int) -> None:
         self._fresh = 1
+        self.planned: Callable[[], None] = lambda: None
         self.between: Callable[[], None] = lambda: None
         self.partitions = [
             ModelPartition(p, FailoverLog((Version(self._branch(), ZERO),))) for p in range(partitions)
@@ -122,6 +126,7 @@ class ModelReading:
         self.rollbacks: dict[Partition, Seqno] = {}
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
+        self._bucket.planned()
         for partition, start in self._starts.items():
             yield from self._stretch(partition, start)
         self._bucket.between()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from errno import ENOSPC
@@ -112,7 +112,7 @@ class World:
         return {(p.id, op.cas) for p in self.bucket.partitions for op in p.ops}
 
     def settle(self) -> None:
-        self.bucket.between = lambda: None
+        self.bucket.between = self.bucket.planned = lambda: None
         self.round()
         for _ in range(4):
             if not self.sync.unsettled:
@@ -142,6 +142,9 @@ class World:
         assert set(gone) == self.ever - true, "`lost` is not exactly what was taken back"
 
 
+Events = list[tuple[str, int, bytes, int]]
+
+
 def one(at: int) -> st.SearchStrategy[tuple[str, int, bytes, int]]:
     return st.tuples(
         st.sampled_from(["mutation"] * 6 + ["deletion", "expiration", "flush", "promote"]),
@@ -156,6 +159,7 @@ turns = st.lists(
     st.tuples(
         happenings,
         happenings,
+        happenings,
         st.sampled_from(["round", "round", "refresh", "killed", "torn", "merge", "trim"]),
     ),
     min_size=1,
@@ -163,7 +167,7 @@ turns = st.lists(
 )
 
 
-def happen(bucket: ModelBucket, events: list[tuple[str, int, bytes, int]]) -> None:
+def happen(bucket: ModelBucket, events: Events) -> None:
     for number, (what, partition, key, back) in enumerate(events):
         if what == "promote":
             bucket.promote(partition, max(0, bucket.partitions[partition].high - back))
@@ -173,22 +177,28 @@ def happen(bucket: ModelBucket, events: list[tuple[str, int, bytes, int]]) -> No
             bucket.do(partition, what, key, b"%d" % number if what == "mutation" else None)
 
 
+def once(bucket: ModelBucket, events: Events) -> Callable[[], None]:
+    """Something that happens at the first occasion."""
+    pending = [events]
+
+    def happens() -> None:
+        if pending:
+            happen(bucket, pending.pop())
+
+    return happens
+
+
 @settings(max_examples=30)
 @given(turns)
 def test_a_lake_ends_equal_to_the_bucket_whatever_happened_on_the_way(
-    story: list[tuple[list[tuple[str, int, bytes, int]], list[tuple[str, int, bytes, int]], str]],
+    story: list[tuple[Events, Events, Events, str]],
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory))
-        for before, during, turn in story:
+        for before, planned, during, turn in story:
             happen(world.bucket, before)
-            pending = [during]
-
-            def between(pending: list[list[tuple[str, int, bytes, int]]] = pending) -> None:
-                if pending:
-                    happen(world.bucket, pending.pop())
-
-            world.bucket.between = between
+            world.bucket.planned = once(world.bucket, planned)
+            world.bucket.between = once(world.bucket, during)
             match turn:
                 case "killed":  # files are written, nothing is committed
                     world.runner.dies = True
@@ -261,6 +271,23 @@ def test_a_failover_behind_the_last_one_is_met_on_the_branch_before_it(tmp_path:
     world.settle()
     world.check()
     assert len(world.rows(LOST)) == 1 + 3
+
+
+def test_a_second_failover_before_the_first_is_read_takes_back_what_it_takes_back(tmp_path: Path) -> None:
+    """What the plan thought would come again does not."""
+    world = World(tmp_path)
+    for upto in (5, 12):
+        while world.bucket.partitions[0].high < upto:
+            world.bucket.do(0, "mutation", b"%d" % world.bucket.partitions[0].high, b"")
+        world.settle()
+        world.remember()
+    world.bucket.promote(0, 10)
+    world.bucket.planned = lambda: world.bucket.promote(0, 7)
+    world.round()
+    world.settle()
+    world.check()
+    assert world.rows(LOST)["seqno"].to_pylist() == [8, 9, 10, 11, 12]
+    assert set(world.rows(LOST)["taken_back_to"].to_pylist()) == {7}
 
 
 def test_a_worker_that_writes_as_it_goes_repeats_nothing(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from upper.apps.lake.replay import Taking
 from upper.apps.lake.stand import Stand
@@ -103,12 +103,21 @@ def taking(
             keep = Known(known.log, (end,))
     return Taking(
         partition=parting.partition,
+        stood=known,
         keep=keep,
         point=parting.point,
         to=parting.to,
         new_branch=parting.new_branch,
         why=parting.why,
     )
+
+
+def as_read(taken: Taking, log: FailoverLog) -> Taking:
+    """The same, once the partition was read on under this log: it may have parted again since the plan."""
+    point = shared_until(taken.stood, log, high=taken.point)
+    if point >= taken.point:
+        return taken
+    return replace(taken, point=point, new_branch=log.branch, why=f"histories part at {point}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,7 @@ class Taking:
     """One partition goes back: to `keep` in `changes`, because `point` is where the histories part."""
 
     partition: Partition
+    stood: Known
     keep: Known  # the newest place at or below `to` at which the lake was consistent
     point: Seqno  # changes past it are no longer true; those up to it will come again
     to: Seqno  # what the producer asked for

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from upper.apps.lake import files
 from upper.apps.lake.files import DataFile
-from upper.apps.lake.plan import Stretch
+from upper.apps.lake.plan import Stretch, as_read
 from upper.apps.lake.replay import Taking, by_partition, fold_group, newest_end, ordered, take_back
 from upper.apps.lake.schema import BATCH, CHANGES, LATEST, LOST, Layout, file_schema
 from upper.client.positions import Known
@@ -98,7 +98,11 @@ class ReadStretches:
         rows = self._read(done)
         whole = self._keep_what_is_whole(done)
         # Whoever could not be read on does not go back either: before or after, never between.
-        takings = {partition: taken for partition, taken in self.takings.items() if partition in done.places}
+        takings = {
+            partition: taken if (log := done.places[partition].log) is None else as_read(taken, log)
+            for partition, taken in self.takings.items()
+            if partition in done.places
+        }
         self._take_back(takings, done)
         files.sync(self.root, CHANGES, done.add)
         files.sync(self.root, LOST, done.lost)
