@@ -6,6 +6,7 @@ Nothing here looks at how long anything takes.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import shutil
@@ -119,6 +120,12 @@ def test_a_group_that_crashes_is_told_apart_and_takes_nothing_with_it(
     assert "poor: left out, no compiler" in said.err
     assert "1 measured, 0 as expected, 1 short" in said.out
     assert main.main(["good", "poor"]) == 0
+
+
+def test_an_item_takes_no_more_memory_than_is_expected_of_it() -> None:
+    pytest.importorskip("upper.kernel._compiled")
+    memory = importlib.import_module("bench.kernel").memory
+    assert memory(50_000).met
 
 
 def test_an_unknown_group_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
