@@ -449,8 +449,21 @@ def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
     assert contents(opened()) == before
 
 
-def test_a_compaction_in_the_background_that_fails_is_tried_again_later(opened: Open) -> None:
-    disk = Faulty("rename", errno.ENOSPC)
+class Mistaken(Faulty):
+    """A disk whose renames fail as nobody has thought of."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        if self.armed:
+            raise RuntimeError("a mistake")
+        super().rename(source, target)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", [Faulty, Mistaken])
+def test_a_compaction_in_the_background_that_fails_is_tried_again_later(
+    opened: Open, kind: type[Faulty]
+) -> None:
+    disk = kind("rename", errno.ENOSPC)
     bucket = opened(StorageSettings(segment_size=1024, disk_floor=0, sweep_every=0.001), disk=disk)
 
     async def overwrite(enough: Callable[[], bool]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from upper.errors import NotWritable, StorageError
+from upper.errors import NotWritable
 from upper.model.values import ZERO, BranchId, FailoverLog, Seqno, Version
 from upper.storage import compact, load, marks, pace, rewind
 from upper.storage.partition import PartitionStore
@@ -267,7 +267,7 @@ class Rewriter:
         error: Exception | None = None
         try:
             self._write(packs)
-        except (OSError, StorageError) as caught:
+        except Exception as caught:  # noqa: BLE001  whatever it is: batches may be waiting for us to end
             error = caught
         self._bucket.in_loop(self._finish, packs, error)
 
