@@ -181,6 +181,14 @@ def live(quick: bool) -> Iterator[Row]:
                 yield Row(name=f"{name}, writes", value=done["per_second"], unit="a second")
                 expected = {"p99": "<= 10"} if followers == 1 else {}
                 yield from quantiles(f"{name}, behind the response", done["behind"], "latency", expected)
+            elif followers == 1:
+                late = done["behind"]["p99"] * 1e3
+                yield Row(
+                    name=f"{name}, {kernel} kernel, behind the response, p99",
+                    value=late,
+                    unit="ms",
+                    expected="<= 30",
+                )
         yield Row(
             name=f"live, ten consumers, {kernel} kernel",
             value=costs[10] / (each * CONNECTIONS) * 1e6,

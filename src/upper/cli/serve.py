@@ -29,7 +29,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--partitions", type=int, metavar="N", help="of a new bucket: a power of two (1024)")
     parser.add_argument("--durability", choices=("disk", "memory"), default="disk",
                         help="when a write is answered: once on disk, or at once (%(default)s)")  # fmt: skip
-    parser.add_argument("--memory", metavar="SIZE", help="bytes that items may take in memory, such as 512M or 4G")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="bytes that items may take in memory, such as 512M or 4G"
+    )
     parser.add_argument("--users", type=Path, metavar="FILE", help="who may come in; made with `upper users`")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="certificate, PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, PEM")
