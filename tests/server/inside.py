@@ -50,6 +50,7 @@ class Running:
         self.settings = settings or ServerSettings(port=0)
         self.disk = Held()
         self.ahead = 0  # nanoseconds by which the bucket's clock is ahead of the wall's
+        self.stopped: int | None = None  # what it shows, if it stands still
         self.bucket = Bucket.open(path, storage, partitions=4, disk=self.disk, time_ns=self._time_ns)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.node: Node | None = None
@@ -86,7 +87,7 @@ class Running:
         asyncio.run_coroutine_threadsafe(carry_out(), self._loop).result(20)
 
     def _time_ns(self) -> int:
-        return time.time_ns() + self.ahead
+        return time.time_ns() + self.ahead if self.stopped is None else self.stopped
 
     def peer(self) -> Peer:
         return Peer(("127.0.0.1", self.port))

@@ -178,6 +178,20 @@ def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_pat
         assert live.changes(1)[0].key == b"d", "who saw it follows on"
 
 
+def test_a_lock_lasts_for_as_long_as_was_asked_and_at_most_a_second_more(running: Running) -> None:
+    with running.peer() as holder, running.peer() as other:
+        holder.set(b"k", b"v")
+        second = 10**9
+        end_of_a_second = (running.bucket.clock.seconds() + 2) * second - 1
+        running.stopped = end_of_a_second
+        locked = holder.ask(Opcode.GET_LOCKED, b"k", extras=(5).to_bytes(4, "big"))
+        assert locked.status == 0
+        running.stopped = end_of_a_second + 5 * second
+        assert other.set(b"k", b"w").status == Status.LOCKED
+        running.stopped = end_of_a_second + 6 * second
+        assert other.set(b"k", b"w").status == 0
+
+
 def test_a_client_that_has_said_everything_still_hears_the_answer(running: Running) -> None:
     with running.peer() as peer:
         running.disk.hold()

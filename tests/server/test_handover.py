@@ -19,6 +19,7 @@ from upper.model.messages import (
     Flush,
     Message,
     Mutation,
+    Refusal,
     SetState,
     StreamEnd,
     StreamFlag,
@@ -84,6 +85,22 @@ def test_a_takeover_closes_writes_only_when_everything_committed_is_sent(node: N
 
 
 # ── Takeovers that are broken off ─────────────────────────────────────────────────────────────────
+
+
+def test_a_takeover_that_would_leave_something_behind_is_refused(node: Node) -> None:
+    with Peer(node) as peer, Peer(node) as choosy, Peer(node, None) as writer:
+        writer.set(b"k", b"v")
+        bare = peer.follow(0, flags=StreamFlag.TAKEOVER | StreamFlag.KEYS_ONLY)
+        choosy.control("filter.key.prefix", "k")
+        filtered = choosy.follow(0, flags=StreamFlag.TAKEOVER)
+        for answer in (bare, filtered):
+            assert isinstance(answer, Refusal)
+            assert answer.status == Status.INVALID_ARGUMENTS
+        for left_out in ({"keys_only": True}, {"dump": True}, {"backfill": 2**40}):
+            with Peer(node, TAP) as client:
+                client.send(TapConnect(takeover=True, partitions=(P0,), **left_out))
+                assert client.wait_for(Refusal).status == Status.INVALID_ARGUMENTS
+        assert writer.get(b"k").value == b"v"
 
 
 def test_a_takeover_that_breaks_off_leaves_the_partition_active_here(node: Node) -> None:

@@ -164,6 +164,8 @@ class Desk(Sender):
             raise NotAllowed("a takeover needs the role admin; ask an administrator")
         if flags & TAKEOVER and not self.speech.states:
             raise NotSupported("UPR/0 has no message that hands a partition over; use UPR")
+        if flags & TAKEOVER and (flags & KEYS_ONLY or not self.controls.filter.everything):
+            raise InvalidArguments("a takeover carries everything; leave filters and keys only out")
         if not self.controls.accepts(partition):
             raise InvalidArguments(f"accept.vbuckets leaves out {partition}; change it before asking")
         if opaque in self.streams or partition in self.partitions:

@@ -145,6 +145,8 @@ class TapDesk(Follower):
             raise NotAllowed("a takeover needs the role admin; ask an administrator")
         if request.takeover and request.partitions is None:
             raise NotSupported("a takeover names its partitions; add LIST_VBUCKETS")
+        if request.takeover and (request.keys_only or request.dump or request.backfill):
+            raise InvalidArguments("a takeover carries everything; leave BACKFILL, DUMP and KEYS_ONLY out")
         stores = self._stores(request)
         self.request = request
         name = request.name.decode(errors="backslashreplace")

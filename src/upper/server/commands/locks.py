@@ -16,7 +16,8 @@ LONGEST_LOCK = 30
 def get_and_lock(call: Call) -> Reply:
     asked = int.from_bytes(call.extras, "big")
     seconds = asked if 0 < asked <= LONGEST_LOCK else DEFAULT_LOCK
-    item = call.store.lock(call.key, call.bucket.clock.seconds() + seconds)
+    # A second has begun already, and who locks counts on the time that was asked for.
+    item = call.store.lock(call.key, call.bucket.clock.seconds() + 1 + seconds)
     # The one who locked sees the true CAS: it is the key to the lock.
     return Reply(cas=item.cas, extras=item.flags.to_bytes(4, "big"), value=item.value)
 
