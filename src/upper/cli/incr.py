@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 
 from upper.cli.output import ExitCode, Output
 from upper.cli.reaching import add_url, as_typed, number, reach
+from upper.errors import KeyNotFound
 
 EXAMPLES = """
 upper incr upr://127.0.0.1:11210/default visits --initial 1
@@ -35,6 +36,9 @@ def run(args: Namespace, out: Output) -> ExitCode:
     key = as_typed(args.key)
     with reach(args, "upper incr") as bucket:
         count = bucket.incr if args.by >= 0 else bucket.decr
-        result = count(key, abs(args.by), initial=args.initial, expiry=args.expiry)
+        try:
+            result = count(key, abs(args.by), initial=args.initial, expiry=args.expiry)
+        except KeyNotFound:
+            raise KeyNotFound(f"no such key: {args.key}; give --initial N to begin it with") from None
     out.show({"key": key, "value": result}, text=str(result))
     return ExitCode.OK

@@ -17,6 +17,7 @@ import os
 import sys
 from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from errno import EDQUOT, EFBIG, ENOSPC
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Protocol, cast
@@ -153,6 +154,8 @@ def _complain(error: Exception, sentence: str, *, code: int) -> int:
 
 def _sentence(error: OSError) -> str:
     what = error.strerror or str(error) or type(error).__name__
+    if error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
+        return f"what there is to say cannot be written ({what}); make room where it goes"
     return f"{error.filename}: {what}" if error.filename is not None else what
 
 

@@ -202,7 +202,7 @@ class Bucket:
         return await self._run(self._commands.promote(Partition(partition), to=back))
 
     async def flush(self) -> None:
-        await self._run(self._commands.everywhere(Opcode.FLUSH))
+        await self._run(self._commands.flush())
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 

@@ -247,7 +247,7 @@ class Bucket:
 
     def flush(self) -> None:
         """Remove every item of the bucket."""
-        self._run(self._commands.everywhere(Opcode.FLUSH))
+        self._run(self._commands.flush())
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 

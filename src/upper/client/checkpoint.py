@@ -15,6 +15,7 @@ import json
 import os
 from hashlib import sha256
 from pathlib import Path
+from stat import S_ISREG
 from typing import Protocol, runtime_checkable
 
 from upper.client.positions import Positions
@@ -45,6 +46,8 @@ class Checkpoint:
 
     def load(self) -> Positions | None:
         try:
+            if not S_ISREG(self.path.stat().st_mode):
+                raise BadCheckpoint(f"checkpoint {self.path} is not a file; name another")
             data = self.path.read_bytes()
         except FileNotFoundError:
             if not self.path.parent.is_dir():

@@ -54,7 +54,8 @@ class Commands:
         """Ask the nodes for the map, those that are known first, until one answers."""
         known = self._routes.nodes if self._routes else ()
         failure: Unreachable | None = None
-        for node in dict.fromkeys((*known, *self._address.nodes)):
+        nodes = dict.fromkeys((*known, *self._address.nodes))
+        for node in nodes:
             try:
                 answers: Answers = yield Batch({node: [pack(REQUEST, Opcode.GET_CLUSTER_CONFIG)]})
             except TimedOut:
@@ -66,7 +67,9 @@ class Commands:
             if answer.status:
                 raise refusal(answer)
             return self.adopt(answer.value, asked=node)
-        raise failure or Unreachable("the URL names no node that answers")
+        if failure is None or len(nodes) == 1:
+            raise failure or Unreachable("the URL names no node that answers")
+        raise Unreachable(f"none of {', '.join(map(str, nodes))} can be reached; is a node running there?")
 
     def adopt(self, data: bytes, *, asked: Node) -> Routes:
         """Go by this map from now on, unless a newer one is known."""
@@ -301,32 +304,41 @@ class Commands:
 
     # ── The nodes and their partitions ────────────────────────────────────────────────────────────
 
-    def everywhere(
-        self, opcode: int, *, key: bytes = b"", extras: bytes = b"", value: bytes = b""
+    def flush(self) -> Call[None]:
+        yield from self._everywhere(Opcode.FLUSH)
+
+    def _everywhere(
+        self, opcode: int, *, key: bytes = b"", extras: bytes = b"", but: int | None = None
     ) -> Call[Answers]:
         """One command to every node that holds something."""
         if self._routes is None:
             yield from self.patient_learn()
-        packet = pack(REQUEST, opcode, key=key, extras=extras, value=value)
+        packet = pack(REQUEST, opcode, key=key, extras=extras)
         answers: Answers = yield Batch({node: [packet] for node in self.routes.nodes})
         for batch in answers.values():
-            _check(batch)
+            _check(batch, but=but)
         return answers
 
     def stats(self, group: str = "") -> Call[dict[Node, dict[str, str]]]:
-        answers = yield from self.everywhere(Opcode.STAT, key=group.encode())
-        return {
+        """By node; of a partition, by the node that holds it."""
+        answers = yield from self._everywhere(Opcode.STAT, key=group.encode(), but=Status.NOT_MY_VBUCKET)
+        found = {
             node: {
                 line.key.decode(errors="replace"): line.value.decode(errors="replace")
                 for line in lines
                 if not line.final
             }
             for node, lines in answers.items()
+            if not any(line.status for line in lines)
         }
+        if not found:
+            last = self.routes.partitions - 1
+            raise InvalidArguments(f"no node holds such a partition; they are numbered from 0 to {last}")
+        return found
 
     def seqnos(self) -> Call[dict[Partition, Seqno]]:
         """How far each active partition is."""
-        answers = yield from self.everywhere(Opcode.GET_ALL_VB_SEQNOS, extras=struct.pack(">I", 1))
+        answers = yield from self._everywhere(Opcode.GET_ALL_VB_SEQNOS, extras=struct.pack(">I", 1))
         highs: dict[Partition, Seqno] = {}
         for node, (answer,) in answers.items():
             if len(answer.value) % 10:

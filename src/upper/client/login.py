@@ -81,7 +81,7 @@ def _sign_in(user: str, password: str, *, private: bool, nonce: Callable[[], str
         REQUEST, Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0" + user.encode() + b"\0" + password.encode()
     )
     if answer.status:
-        raise refusal(answer)
+        raise _denied(answer)
 
 
 def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: str) -> Login:
@@ -89,7 +89,7 @@ def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: s
     bare = f"n={user.replace('=', '=3D').replace(',', '=2C')},r={nonce}"
     first = yield pack(REQUEST, Opcode.SASL_AUTH, key=mechanism.encode(), value=f"n,,{bare}".encode())
     if first.status != Status.AUTHENTICATION_CONTINUES:
-        raise refusal(first)
+        raise _denied(first)
     try:
         said = first.value.decode()
         fields = dict(part.split("=", 1) for part in said.split(","))
@@ -110,9 +110,17 @@ def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: s
         REQUEST, Opcode.SASL_STEP, key=mechanism.encode(), value=f"{without_proof},p={proof}".encode()
     )
     if last.status:
-        raise refusal(last)
+        raise _denied(last)
     expected = hmac.digest(hmac.digest(salted, b"Server Key", hash_name), spoken, hash_name)
     if not hmac.compare_digest(last.value, b"v=" + base64.b64encode(expected)):
         raise AuthenticationFailed(
             "the node could not prove that it knows the password; it is not to be trusted"
         )
+
+
+def _denied(answer: Answer) -> Refused:
+    if answer.status != Status.AUTHENTICATION_FAILED:
+        return refusal(answer)
+    return AuthenticationFailed(
+        "the user name or the password is wrong; write them as upr://USER:PASSWORD@HOST:PORT/BUCKET"
+    )

@@ -11,9 +11,9 @@ from contextlib import suppress
 
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, finals
-from upper.client.sockets import Access, no_tls
+from upper.client.sockets import Access, hung_up, no_node, no_tls
 from upper.client.url import Node
-from upper.errors import Unreachable
+from upper.errors import RemoteProtocolError, Unreachable
 
 READ = GATHER  # bytes asked of a connection at once; what goes into one record batch, at most
 AHEAD = READ // 2  # bytes after which asyncio stops reading from a socket; it may hold twice as many
@@ -71,9 +71,12 @@ async def open_pipe(access: Access, node: Node, *, tokens: bool = False) -> Pipe
             packet = steps.send(answer)
     except StopIteration:
         return pipe
-    except OSError as error:
+    except OSError:
         pipe.close()
-        raise Unreachable(f"{node} closed the connection ({error}); look into its log") from None
+        raise hung_up(node, plain=access.tls is None) from None
+    except RemoteProtocolError:
+        pipe.close()
+        raise no_node(node) from None
     except BaseException:
         pipe.close()
         raise

@@ -19,7 +19,7 @@ from upper.client.calls import Batch
 from upper.client.link import Answer, Link, finals
 from upper.client.login import Login, login
 from upper.client.url import Address, Node
-from upper.errors import BadUrl, TimedOut, Unreachable
+from upper.errors import BadUrl, RemoteProtocolError, TimedOut, Unreachable
 
 READ = 1 << 20  # bytes asked of a socket at once
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -58,8 +58,11 @@ def tls_context(address: Address, given: bool | ssl.SSLContext | None) -> ssl.SS
     authority = address.settings.get("ca")
     try:
         return ssl.create_default_context(cafile=authority)
-    except (OSError, ssl.SSLError) as error:
-        raise BadUrl(f"ca={authority} cannot be used ({error}); name a file of PEM certificates") from None
+    except ssl.SSLError:
+        raise BadUrl(f"ca={authority} holds no certificate; name a file of PEM certificates") from None
+    except OSError as error:
+        why = error.strerror
+        raise BadUrl(f"ca={authority} cannot be read ({why}); name a file of PEM certificates") from None
 
 
 def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = False) -> socket.socket:
@@ -91,12 +94,24 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
     except TimeoutError:
         connection.close()
         raise TimedOut(f"{node} took the connection and said nothing; is it a node?") from None
-    except OSError as error:
+    except OSError:
         connection.close()
-        raise Unreachable(f"{node} closed the connection ({_reason(error)}); look into its log") from None
+        raise hung_up(node, plain=access.tls is None) from None
+    except RemoteProtocolError:
+        connection.close()
+        raise no_node(node) from None
     except BaseException:
         connection.close()
         raise
+
+
+def hung_up(node: Node, *, plain: bool) -> Unreachable:
+    tls = "does it want TLS (uprs://), or " if plain else ""
+    return Unreachable(f"{node} closed the connection before anybody had signed in; {tls}is it no node?")
+
+
+def no_node(node: Node) -> Unreachable:
+    return Unreachable(f"what answers at {node} is not a node; check the host and the port")
 
 
 def no_tls(node: Node, error: ssl.SSLError) -> Unreachable:
@@ -117,7 +132,7 @@ def _sign_in(steps: Login, node: Node, connection: socket.socket, deadline: floa
             while not answers:
                 data = connection.recv(READ)
                 if not data:
-                    raise Unreachable(f"{node} closed the connection during the sign-in; look into its log")
+                    raise hung_up(node, plain=not isinstance(connection, ssl.SSLSocket))
                 answers = link.receive(data)
             packet = steps.send(answers[0])
     except StopIteration:

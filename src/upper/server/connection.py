@@ -273,9 +273,7 @@ class Connection(Outlet):
         if not self._known and not row.anybody:
             raise AuthenticationFailed("authenticate with SASL first")
         if row.role not in self.roles:
-            raise NotAllowed(
-                f"{row.name} needs the role {' and '.join(row.role.names)}; ask an administrator"
-            )
+            raise NotAllowed(f"this needs the role {' and '.join(row.role.names)}; ask an administrator")
         row.check(head)
         body = at + HEADER_SIZE
         key_at = body + head.extras_length
