@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 _settled = False
@@ -16,4 +17,6 @@ def settle() -> None:
     global _settled
     if not _settled:  # asking `gc` would take it as long as a small collection
         gc.freeze()
+        # A process that ends in order lets go of everything; some libraries complain about what is left.
+        atexit.register(gc.unfreeze)
         _settled = True
