@@ -160,6 +160,7 @@ def test_a_lock_keeps_others_out_until_it_is_opened_with_its_cas(shared_node: No
         assert (locked.status, locked.value) == (0, b"v")
         seen = other.get(key)
         assert (seen.value, seen.cas) == (b"v", 2**64 - 1)
+        assert other.ask(Opcode.GET_META, key).cas == 2**64 - 1, "the true one is the key to the lock"
         assert other.set(key, b"w").status == Status.LOCKED
         assert other.delete(key).status == Status.LOCKED
         assert other.ask(Opcode.GET_LOCKED, key).status == Status.LOCKED

@@ -23,8 +23,12 @@ def deadline(call: Call, expiration: int) -> int:
     return call.bucket.clock.seconds() + expiration
 
 
+def shown_cas(call: Call, item: Item) -> int:
+    return LOCKED if item.lock_time and call.store.locked(item) else item.cas
+
+
 def found(call: Call, item: Item, *, key: bytes = b"") -> Reply:
-    cas = LOCKED if item.lock_time and call.store.locked(item) else item.cas
+    cas = shown_cas(call, item)
     kind = item.data_type if Feature.JSON in call.connection.features else 0
     return Reply(cas=cas, extras=item.flags.to_bytes(4, "big"), key=key, value=item.value, data_type=kind)
 

@@ -7,6 +7,7 @@ from struct import Struct
 from upper.errors import InvalidArguments, KeyExists, KeyNotFound
 from upper.model.values import State
 from upper.server.auth import Role
+from upper.server.commands.keys import shown_cas
 from upper.server.commands.store import fits, kind, written
 from upper.server.table import Call, Quiet, Reply, handles
 from upper.wire.codes import Opcode
@@ -34,7 +35,7 @@ def get_meta(call: Call) -> Reply:
     meta = _META.pack(item.deleted, item.flags, item.expiration, item.revision)
     if call.extras == b"\2":
         meta += bytes((item.data_type,))
-    return Reply(cas=item.cas, extras=meta)
+    return Reply(cas=shown_cas(call, item), extras=meta)
 
 
 @handles(
