@@ -108,6 +108,13 @@ def remember(actor: Actor, directory: Path) -> None:
         out.write(f"{actor.process.pid}\n")
 
 
+def may_be_swept(directory: Path) -> bool:
+    """Whether there is nothing there but what an earlier demo left."""
+    if not directory.exists():
+        return True
+    return directory.is_dir() and ((directory / "processes").exists() or not any(directory.iterdir()))
+
+
 def running_in(directory: Path) -> list[str]:
     """The ids of those who still play here, from a demo that was left running or has not ended."""
     try:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import upper
 from demo.shop import Shop, Write
-from demo.stage import Actor, Guard, Trouble, chart, remember, run, running_in, until
+from demo.stage import Actor, Guard, Trouble, chart, may_be_swept, remember, run, running_in, until
 from upper.apps.lake.home import Lake
 from upper.client.bucket import Bucket
 from upper.errors import UpperError
@@ -294,6 +294,9 @@ def main() -> int:
         print(
             f"demo: an earlier one still runs there; stop it first: kill {' '.join(still)}", file=sys.stderr
         )
+        return 1
+    if not may_be_swept(args.directory):
+        print(f"demo: {args.directory} is in use for something else; name another directory", file=sys.stderr)
         return 1
     shutil.rmtree(args.directory, ignore_errors=True)
     args.directory.mkdir(parents=True)

@@ -136,6 +136,16 @@ def test_a_demo_that_was_left_running_is_not_swept_away_by_the_next(tmp_path: Pa
     assert running_in(tmp_path / "demo") == []
 
 
+def test_a_directory_that_is_not_of_a_demo_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter").write_text("dear reader")
+    for place in (tmp_path, tmp_path / "letter"):
+        again = [sys.executable, "-m", "demo", "--directory", str(place)]
+        told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert told.returncode == 1
+        assert told.stderr == f"demo: {place} is in use for something else; name another directory\n"
+    assert (tmp_path / "letter").read_text() == "dear reader"
+
+
 def test_interrupted_while_it_is_still_being_imported_it_ends_without_a_traceback(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-v", "-m", "demo", "--directory", str(tmp_path / "demo")],
