@@ -134,6 +134,35 @@ def test_a_batch_that_the_disk_refused_never_happened(
     fill(again)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a mistake")], ids=["memory", "mistake"])
+def test_whatever_keeps_a_batch_from_being_written_is_told_to_whoever_waits(
+    opened: Open, directory: Path, error: Exception
+) -> None:
+    class Surprising(Faulty):
+        def write(self, fd: int, data: bytes | memoryview) -> int:
+            if self.armed:
+                raise error
+            return super().write(fd, data)
+
+    disk = Surprising()
+    bucket = opened(disk=disk)
+    fill(bucket)
+    before = contents(bucket)
+
+    async def write() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        disk.armed = True
+        bucket.partitions[0].write(b"never", b"v")
+        with pytest.raises(NotWritable, match=type(error).__name__):
+            await bucket.saved()
+        bucket.close()
+
+    asyncio.run(write())
+    assert list(check(directory)) == []
+    assert contents(opened()) == before
+
+
 def test_an_fdatasync_that_failed_once_is_not_tried_again(opened: Open) -> None:
     disk = Faulty("fdatasync", times=1)
     bucket = opened(disk=disk)

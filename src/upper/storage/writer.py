@@ -9,6 +9,7 @@ each call. Never both at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -47,11 +48,12 @@ class Outcome(NamedTuple):
 
 def write(journal: Journal, batch: Batch) -> Outcome:
     """Write a batch here and now, opening a new segment where one is due."""
-    payload = b"".join(batch.records)
     try:
+        payload = b"".join(batch.records)
         offset = journal.append(batch.ticket, batch.clock, payload, segment_size=batch.segment_size)
-    except OSError as error:
-        return _failed(journal, batch, error)
+    except Exception as error:  # noqa: BLE001  whatever it is: everybody waits for this batch
+        refusal = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
+        return _failed(journal, batch, refusal)
     return Outcome(batch, None, journal.segments[-1].file, offset, len(payload))
 
 
