@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from upper.client.link import Answer, Link
 from upper.client.login import Login, login
 from upper.errors import AuthenticationFailed, Refused
 from upper.server.auth import Challenge, Role, Scram, User, Users, plain_credentials
 from upper.wire.codes import Opcode, Status
-from upper.wire.packet import HEADER_SIZE, header
+from upper.wire.packet import HEADER_SIZE, RESPONSE, header, pack
 
 USERS = Users().with_user(User.new("a=n,n", "sécret", Role.everything()))
 
@@ -127,17 +129,22 @@ def test_a_bucket_that_is_not_there_is_named() -> None:
         sign_in(Node("PLAIN", bucket=Status.KEY_NOT_FOUND), user=None)
 
 
-def test_answers_come_whole_however_the_bytes_are_cut() -> None:
-    from upper.wire.packet import RESPONSE, pack
+BODY = st.sampled_from((b"", b"", b"", b"v", b"\x81" * 24, bytes(48)))
 
+
+@given(st.lists(st.tuples(st.integers(0, 0xFF), BODY, st.binary(max_size=4)), max_size=20), st.data())
+def test_answers_come_whole_however_the_bytes_are_cut(
+    said: list[tuple[int, bytes, bytes]], data: st.DataObject
+) -> None:
     stream = b"".join(
-        pack(RESPONSE, 0, opaque=n, extras=b"\0\0\0\1" * (n % 2), key=b"k" * (n % 3), value=b"v" * n, cas=n)
-        for n in range(20)
+        pack(RESPONSE, opcode, opaque=n, key=key, value=value, cas=n)
+        for n, (opcode, value, key) in enumerate(said)
     )
-    whole = Link().receive(stream)
-    assert [answer.opaque for answer in whole] == list(range(20))
-    assert whole[5] == Answer(0, 0, 5, 5, b"\0\0\0\1", b"kk", b"vvvvv")
-    for size in (1, 7, 23, 24, 25):
-        link = Link()
-        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
-        assert [answer for piece in pieces for answer in link.receive(piece)] == whole
+    whole = [Answer(opcode, 0, n, n, b"", key, value) for n, (opcode, value, key) in enumerate(said)]
+    link, found, at = Link(), [], 0
+    while at < len(stream):
+        size = data.draw(st.integers(1, len(stream) - at))
+        found += link.receive(stream[at : at + size])
+        at += size
+    assert found == whole
+    assert Link().receive(stream) == whole

@@ -51,8 +51,12 @@ class Link:
     def receive(self, data: bytes) -> list[Answer]:
         if self._rest:
             data = self._rest + data
+        have = len(data)
+        if bare := _bare(data, have // HEADER_SIZE * HEADER_SIZE):
+            self._rest = data[len(bare) * HEADER_SIZE :]
+            return bare
         answers: list[Answer] = []
-        unpack, at, have = HEADER.unpack_from, 0, len(data)
+        unpack, at = HEADER.unpack_from, 0
         while have - at >= HEADER_SIZE:
             magic, opcode, keys, extra, data_type, status, body, opaque, cas = unpack(data, at)
             if magic != RESPONSE:
@@ -81,6 +85,19 @@ class Link:
             at = end
         self._rest = data[at:]
         return answers
+
+
+def _bare(data: bytes, end: int) -> list[Answer]:
+    """The answers up to here, if all are headers alone, as those to pipelined writes are; else none."""
+    magics = data[0:end:HEADER_SIZE]
+    bodies = (data[at:end:HEADER_SIZE].strip(b"\0") for at in range(8, 12))
+    if magics.count(RESPONSE) != len(magics) or any(bodies):
+        return []
+    heads = HEADER.iter_unpack(memoryview(data)[:end])
+    return [
+        _new(Answer, (opcode, status, opaque, cas, b"", b"", b"", 0))
+        for _, opcode, _, _, _, status, _, opaque, cas in heads
+    ]
 
 
 def _by_status() -> Mapping[int, type[Refused]]:
