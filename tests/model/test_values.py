@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.history.cases import LOG, MIDDLE, NEW, OLD, PROMOTIONS, Promotion
+from tests.history.cases import NEW, OLD, PROMOTIONS, Promotion
 from upper.model.values import (
     MAX_VERSIONS,
     ZERO,
@@ -82,23 +82,11 @@ def test_a_log_remembers_the_newest_25_versions() -> None:
     assert log.shared_until(BranchId(74), Seqno(200)) is None
 
 
-def test_a_rolled_back_log_keeps_what_began_before_and_always_something() -> None:
-    assert [version.branch for version in LOG.rolled_back(Seqno(80))] == [NEW, MIDDLE, OLD]
-    assert [version.branch for version in LOG.rolled_back(Seqno(79))] == [MIDDLE, OLD]
-    trimmed = FailoverLog((Version(NEW, Seqno(80)), Version(MIDDLE, Seqno(50))))
-    assert [version.branch for version in trimmed.rolled_back(Seqno(10))] == [MIDDLE]
-
-
-def test_the_branch_of_a_change_is_the_one_under_which_it_was_written() -> None:
-    assert [LOG.branch_at(Seqno(seqno)) for seqno in (1, 50, 51, 80, 81)] == [OLD, OLD, MIDDLE, MIDDLE, NEW]
-    assert LOG.rolled_back(ZERO).branch_at(ZERO) == OLD
-
-
 @given(st.lists(st.integers(0, 100).map(Seqno), max_size=60))
-def test_a_log_holds_through_any_promotions_and_rollbacks(places: list[Seqno]) -> None:
+def test_a_log_holds_through_any_promotions(places: list[Seqno]) -> None:
     log = FailoverLog((Version(BranchId(1), ZERO),))
     for number, place in enumerate(places):
-        log = log.rolled_back(place) if number % 3 == 0 else log.promoted(place, fresh=BranchId(number + 2))
+        log = log.promoted(place, fresh=BranchId(number + 2))
         assert 1 <= len(log) <= MAX_VERSIONS
         assert log.shared_until(BranchId(10**6), Seqno(200)) is None
         shared = [log.shared_until(version.branch, Seqno(200)) or ZERO for version in log]

@@ -185,8 +185,11 @@ def test_both_sides_understand_each_other() -> None:
     end = StreamEnd(partition=P1, opaque=9)
     server.send(change)
     server.send(end)
-    server.send_bytes(response(0x0A, 3))
-    assert client.receive(server.take_output()) == [change, end, Response(opcode=0x0A, opaque=3)]
+    assert client.receive(server.take_output() + response(0x0A, 3)) == [
+        change,
+        end,
+        Response(opcode=0x0A, opaque=3),
+    ]
     client.send(StopStream(partition=P1, opaque=9))
     assert only(server.receive(client.take_output())) == StopStream(partition=P1, opaque=9)
     assert server.take_output() == b""

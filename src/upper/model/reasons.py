@@ -66,8 +66,3 @@ class StreamFlag(IntFlag):
     STRICT_BRANCH = 0x400  # the branch must match, even at seqno 0
     FROM_LATEST = 0x800
     IGNORE_PURGED = 0x1000  # do not roll back for deletions that are purged
-
-    @property
-    def strangers(self) -> int:
-        """Bits that the peer set and its dialect does not define, as they were on the wire."""
-        return int(self) >> 32

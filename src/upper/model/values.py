@@ -140,25 +140,10 @@ class FailoverLog:
             until = version.seqno
         return None
 
-    def branch_at(self, seqno: Seqno) -> BranchId:
-        """The branch under which the change with this seqno was written, as far as the log reaches."""
-        for version in self.versions:
-            if version.seqno < seqno:
-                return version.branch
-        return self.versions[-1].branch
-
     def promoted(self, at: Seqno, *, fresh: BranchId) -> FailoverLog:
         """The log once a history branch began at `at`; versions that began later fall away."""
         kept = tuple(version for version in self.versions if version.seqno <= at)
         return FailoverLog((Version(fresh, at), *kept[: MAX_VERSIONS - 1]))
-
-    def rolled_back(self, to: Seqno) -> FailoverLog:
-        """The log of a copy that went back to `to`: versions that began later fall away.
-
-        The oldest stays in any case. To stand before the beginning of a branch is to stand on it, too.
-        """
-        kept = tuple(version for version in self.versions if version.seqno <= to)
-        return FailoverLog(kept or self.versions[-1:])
 
 
 def partition_of(key: bytes, partitions: int) -> Partition:

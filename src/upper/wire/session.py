@@ -178,10 +178,6 @@ class Session:
     def send(self, message: Message) -> None:
         self._output.append((self.dialect or KV).encode(message))
 
-    def send_bytes(self, packets: bytes) -> None:
-        """Packets that are packed already."""
-        self._output.append(packets)
-
     def take_output(self) -> bytes:
         """Everything to write now; the session forgets it."""
         output, self._output = b"".join(self._output), []
