@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from contextlib import suppress
 from inspect import signature
@@ -17,6 +18,7 @@ from tests.nodes import Node
 from upper.client.async_feed import Feed
 from upper.client.bucket import Bucket
 from upper.client.feed import Feed as BlockingFeed
+from upper.client.sockets import SILENCE
 from upper.errors import KeyNotFound, TimedOut, Unreachable
 from upper.model.values import Cas, Seqno
 
@@ -92,6 +94,30 @@ def test_whoever_polls_with_short_timeouts_gets_there_on_one_connection(
                     async with asyncio.timeout(0):  # one turn of the loop, then it is over
                         seen.append(await anext(feed))
             assert connections() == before + 1
+
+    asyncio.run(main())
+
+
+def test_both_drivers_notice_a_machine_that_is_gone_without_a_word(shared_node: Node, bucket: Bucket) -> None:
+    """Only TCP can: the older dialects have no NOOP."""
+
+    def asked_after(connection: Any) -> int:
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        seconds: int = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+        return seconds
+
+    bucket.set("a", "1")
+    url = shared_node.url.replace("upr", "upr0")
+    with upper.connect(url) as it, it.changes() as feed:
+        next(feed)
+        (line,) = feed._lines.values()
+        assert asked_after(line.socket) == SILENCE
+
+    async def main() -> None:
+        async with upper.aio.connect(url) as it, it.changes() as feed:
+            await anext(feed)
+            (pipe,) = feed._pipes.values()
+            assert asked_after(pipe.writer.get_extra_info("socket")) == SILENCE
 
     asyncio.run(main())
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, finals
-from upper.client.sockets import Access, hung_up, no_node, no_tls
+from upper.client.sockets import Access, hung_up, no_node, no_tls, prepare
 from upper.client.url import Node
 from upper.errors import RemoteProtocolError, Unreachable
 
@@ -62,6 +62,7 @@ async def open_pipe(access: Access, node: Node, *, tokens: bool = False) -> Pipe
     except OSError as error:
         why = error.strerror or str(error)
         raise Unreachable(f"{node} cannot be reached ({why}); is a node running there?") from None
+    prepare(writer.get_extra_info("socket"))
     pipe = Pipe(reader, writer)
     steps = access.login(node, tokens=tokens)
     try:

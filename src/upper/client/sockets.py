@@ -14,6 +14,7 @@ import time
 from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from upper.client.calls import Batch
 from upper.client.link import Answer, Link, finals
@@ -21,7 +22,11 @@ from upper.client.login import Login, login
 from upper.client.url import Address, Node
 from upper.errors import BadUrl, RemoteProtocolError, TimedOut, Unreachable
 
+if TYPE_CHECKING:
+    from asyncio.trsock import TransportSocket
+
 READ = 1 << 20  # bytes asked of a socket at once
+SILENCE, PROBES = 60, 3  # seconds without a byte before the other machine is asked, and again: so often
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -77,7 +82,7 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
     except OSError as error:
         raise Unreachable(f"{node} cannot be reached ({_reason(error)}); is a node running there?") from None
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(connection)
         if access.tls is not None:
             connection = access.tls.wrap_socket(connection, server_hostname=node.host)
         _sign_in(access.login(node, tokens=tokens), node, connection, deadline)
@@ -103,6 +108,18 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
     except BaseException:
         connection.close()
         raise
+
+
+def prepare(connection: socket.socket | TransportSocket) -> None:
+    """Small packets leave at once, and a machine that is gone without a word is noticed.
+
+    UPR has NOOPs for that; who waits for changes over an older dialect would wait for ever.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE // PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
 def hung_up(node: Node, *, plain: bool) -> Unreachable:
