@@ -54,12 +54,12 @@ def load(verb: str, port: int = 0, **options: float) -> dict[str, Any]:
     return answer
 
 
-def cpu(pid: int) -> float:
-    """Seconds on a core that a process has had so far, its threads included."""
+def cpu(pid: int, *, waits: bool = False) -> float:
+    """Seconds on a core that a process has had so far, threads included; `waits`: and in line for one."""
     try:
         # To the nanosecond, but without threads that have ended; a node's threads stay.
         tasks = Path(f"/proc/{pid}/task").glob("*/schedstat")
-        return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
+        return sum(sum(map(int, task.read_text().split()[: 1 + waits])) for task in tasks) / 1e9
     except OSError:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
