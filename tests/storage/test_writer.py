@@ -12,6 +12,7 @@ import pytest
 from tests.storage.conftest import Open
 from upper.errors import NotWritable
 from upper.storage import Bucket, Commit, Durability, StorageSettings
+from upper.storage.bucket import WORTH_A_BATCH
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -35,36 +36,37 @@ def write(bucket: Bucket, *numbers: int) -> None:
         bucket.partitions[number % len(bucket.partitions)].write(b"k%d" % number, b"v" * 50)
 
 
-def test_half_of_the_last_batch_leaves_at_once_and_less_at_the_end_of_the_turn(opened: Open) -> None:
+def test_half_of_a_large_batch_leaves_at_once_and_less_at_the_end_of_the_turn(opened: Open) -> None:
     bucket = opened(QUIET)
 
     async def fill() -> None:
         bucket.attach(asyncio.get_running_loop())
-        write(bucket, *range(10))
+        write(bucket, *range(4 * WORTH_A_BATCH))
         await bucket.saved()
         before = bucket.ticket
-        write(bucket, *range(4))
+        write(bucket, *range(2 * WORTH_A_BATCH - 1))
         bucket.hasten()
         assert bucket.ticket == before
-        write(bucket, 4)
+        write(bucket, 1)
         bucket.hasten()
         assert bucket.ticket == before + 1
         assert not bucket.pending
-        write(bucket, *range(7))
+        write(bucket, *range(5))
         bucket.hasten()
         assert bucket.ticket == before + 1, "one batch at a time"
         await bucket.saved()
-        write(bucket, 1)
+        write(bucket, *range(WORTH_A_BATCH - 1))
         bucket.hasten()
-        assert bucket.ticket == before + 2
-        await bucket.saved()  # though nobody asked for it again
+        assert bucket.ticket == before + 2, "so few are not worth a batch of their own"
+        await bucket.saved()  # they left when the turn was over, though nobody asked again
         bucket.close()
 
     asyncio.run(fill())
     assert opened().partitions[1].read(b"k1") is not None
 
 
-def test_the_next_batch_is_on_its_way_before_anybody_hears_of_the_last(opened: Open) -> None:
+@pytest.mark.parametrize("count", [WORTH_A_BATCH - 1, WORTH_A_BATCH])
+def test_a_batch_worth_it_is_on_its_way_before_anybody_hears_of_the_last(opened: Open, count: int) -> None:
     bucket = opened(QUIET)
     heard: list[tuple[int, int, int]] = []
 
@@ -76,12 +78,13 @@ def test_the_next_batch_is_on_its_way_before_anybody_hears_of_the_last(opened: O
         write(bucket, 1)
         await bucket.saved()
         bucket.subscribe(listen)
-        write(bucket, 1)
+        write(bucket, *range(WORTH_A_BATCH))
         bucket.hasten()
         first = bucket.ticket - 1
-        write(bucket, 2, 3)
+        write(bucket, *range(count))
         await bucket.saved()
-        assert heard == [(first, first, first + 2), (first + 1, first + 1, first + 2)]
+        early = first + 2 if count >= WORTH_A_BATCH else first + 1
+        assert heard == [(first, first, early), (first + 1, first + 1, first + 2)]
         bucket.close()
 
     asyncio.run(fill())
@@ -98,7 +101,7 @@ def test_everything_is_there_however_batches_were_cut(opened: Open, durability: 
     async def fill() -> None:
         bucket.attach(asyncio.get_running_loop())
         for turn in range(300):
-            write(bucket, *range(turn, turn + turn % 17))
+            write(bucket, *range(turn, turn + 5 * (turn % 29)))
             bucket.hasten()
             if turn % 7 == 0:
                 await asyncio.sleep(0)
@@ -149,7 +152,7 @@ def test_who_waits_for_a_batch_that_is_under_way_gets_it(opened: Open) -> None:
     async def fill() -> None:
         bucket.attach(asyncio.get_running_loop())
         for number in range(40):
-            write(bucket, number)
+            write(bucket, *range(number, number + 2 * WORTH_A_BATCH))
             bucket.hasten()
             write(bucket, number + 1)
             bucket.commit()

@@ -42,6 +42,8 @@ from upper.storage.writer import Batch, Outcome, Writer, write
 
 log = logging.getLogger("upper.storage")
 
+WORTH_A_BATCH = 64  # records; with fewer, a batch more costs all who hear of it more than it saves
+
 
 class Commit(NamedTuple):
     """A batch that is on disk, or, with an error, one that never will be."""
@@ -207,13 +209,14 @@ class Bucket:
             self._loop.call_soon(self._hand_over)
 
     def hasten(self) -> None:
-        """`kick`, from where memory agrees with `pending`: half of what the last batch had goes at once.
+        """`kick`, from where memory agrees with `pending`: half of what a large batch had goes at once.
 
         Otherwise all who write would share one batch, be answered together, and ask again together, while
         the disk waits for this thread and this thread for the disk.
         """
-        half_a_batch = len(self.pending) >= self._half and self.settings.durability is Durability.DISK
-        if half_a_batch and self._loop is not None and not self._is_writing:
+        half_a_batch = len(self.pending) >= max(self._half, WORTH_A_BATCH)
+        waited_for = self._loop is not None and self.settings.durability is Durability.DISK
+        if half_a_batch and waited_for and not self._is_writing:
             self._hand_over()
         else:
             self.kick()
@@ -305,7 +308,7 @@ class Bucket:
         if self._unweighed > max(MIB // 4, self.live // 16):
             self.weigh()
         self.rewriter.written(outcome.size)
-        if self._writer is not None and not self.closed:
+        if len(self.pending) >= WORTH_A_BATCH and self._loop is not None and not self.closed:
             self._hand_over()  # before anybody hears of this batch: the disk goes on meanwhile
         if on_disk:
             self._publish(Commit(batch.ticket, batch.streamed))
