@@ -254,7 +254,15 @@ def test_a_tap_client_that_left_before_a_flush_arrived_is_flushed_when_it_comes_
             promote(admin, 1)
             while admin.stats("streams")["total:items"] != "4":
                 pass  # a flush, and everything: it does not read them
-        for _ in range(2):  # and again, having read no acknowledgement out of it
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=DEAD)
+        with Peer(("127.0.0.1", running.port), TAP) as client:
+            client.send(TapConnect(name=b"hasty", support_ack=True))
+            for number in range(9):  # of another partition, and more than came before the flush
+                admin.set(b"k%d" % number, b"v", partition=1)
+                acknowledge(client, client.wait_for(Mutation))
+            client.ask(Opcode.NOOP)
+        admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE)
+        for _ in range(2):
             with Peer(("127.0.0.1", running.port), TAP) as client:
                 client.send(TapConnect(name=b"hasty", support_ack=True))
                 last = client.until(lambda m: getattr(m, "key", b"") == b"kept")

@@ -92,6 +92,13 @@ def test_a_list_limits_the_partitions_and_a_foreign_one_is_refused(node: Node) -
         assert refused.status == Status.NOT_MY_VBUCKET
 
 
+def test_a_partition_that_is_listed_twice_comes_once(node: Node) -> None:
+    fill(node, 4, partitions=1)
+    with Peer(node, TAP) as client:
+        client.send(TapConnect(partitions=(Partition(0), Partition(0)), dump=True))
+        assert [m.key for m in client.rest() if isinstance(m, Mutation)] == [b"k0", b"k1", b"k2", b"k3"]
+
+
 def test_keys_only_says_that_a_value_was_left_out(node: Node) -> None:
     fill(node, 5)
     with Peer(node, TAP) as client:

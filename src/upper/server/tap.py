@@ -94,9 +94,7 @@ class TapDesk(Follower):
         self.session = TapSession("")
         self.request: TapConnect | None = None
         self._only_new = False
-        self._before: dict[
-            int, Place
-        ] = {}  # what the client was sent earlier of partitions that are not here
+        self._before: dict[int, Place] = {}  # up to where it was sent partitions that it does not follow now
         self._opaque = self._made = 0  # of the last message: what it is called, and how many there were
         self._since_ack = 0
         self._unasked: dict[int, Place] = {}  # progress since the last message that asked to be acknowledged
@@ -154,6 +152,7 @@ class TapDesk(Follower):
         now = self.node.bucket.clock.seconds()
         self._only_new = request.backfill is not None and request.backfill > now and not request.dump
         self._before, session.sent = session.sent, {}
+        session.anew = dict.fromkeys(session.anew)  # whatever flushed them went down another connection
         for store in stores:
             self._follow(store)
         self.node.hub.followers[self] = None
@@ -163,7 +162,7 @@ class TapDesk(Follower):
     def _stores(self, request: TapConnect) -> list[PartitionStore]:
         if request.partitions is None:
             return [store for store in self.node.bucket.partitions if store.state is State.ACTIVE]
-        return [self.node.partition(number, State.ACTIVE) for number in request.partitions]
+        return [self.node.partition(number, State.ACTIVE) for number in dict.fromkeys(request.partitions)]
 
     def _follow(self, store: PartitionStore) -> None:
         """Begin with a partition: where this client left it, at what comes now, or with everything."""
