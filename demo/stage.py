@@ -112,7 +112,7 @@ def may_be_swept(directory: Path) -> bool:
     """Whether there is nothing there but what an earlier demo left."""
     if not directory.exists():
         return True
-    return directory.is_dir() and ((directory / "processes").exists() or not any(directory.iterdir()))
+    return directory.is_dir() and ((directory / "node.log").exists() or not any(directory.iterdir()))
 
 
 def running_in(directory: Path) -> list[str]:

@@ -296,7 +296,10 @@ def main() -> int:
         )
         return 1
     if not may_be_swept(args.directory):
-        print(f"demo: {args.directory} is in use for something else; name another directory", file=sys.stderr)
+        print(
+            f"demo: {args.directory} holds something else; move that away, or name another --directory",
+            file=sys.stderr,
+        )
         return 1
     shutil.rmtree(args.directory, ignore_errors=True)
     args.directory.mkdir(parents=True)

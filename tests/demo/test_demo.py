@@ -142,7 +142,10 @@ def test_a_directory_that_is_not_of_a_demo_is_left_alone(tmp_path: Path) -> None
         again = [sys.executable, "-m", "demo", "--directory", str(place)]
         told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
         assert told.returncode == 1
-        assert told.stderr == f"demo: {place} is in use for something else; name another directory\n"
+        assert (
+            told.stderr
+            == f"demo: {place} holds something else; move that away, or name another --directory\n"
+        )
     assert (tmp_path / "letter").read_text() == "dear reader"
 
 
