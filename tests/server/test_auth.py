@@ -190,6 +190,20 @@ def test_what_is_sent_behind_a_login_is_answered_behind_it(guarded: Node) -> Non
         assert [(m.opaque, m.status) for m in seen if isinstance(m, Response)] == [(1, 0), (2, 0)]
 
 
+def test_what_is_sent_behind_a_login_is_answered_though_nothing_more_comes(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        secret = b"\0writer\0" + PASSWORDS["writer"].encode()
+        peer.session.send(Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=secret, opaque=1))
+        for opaque in (2, 3):
+            peer.session.send(
+                Request(opcode=Opcode.SET, key=b"k", value=b"v", extras=bytes(8), opaque=opaque)
+            )
+        peer.socket.sendall(peer.session.take_output() + b"\x80\x01 is no whole packet")
+        peer.socket.shutdown(socket.SHUT_WR)
+        answers = [(m.opaque, m.status) for m in peer.rest() if isinstance(m, Response)]
+        assert answers == [(1, 0), (2, 0), (3, 0)]
+
+
 def test_a_failed_login_takes_back_the_one_before(guarded: Node) -> None:
     with Peer(guarded, None) as peer:
         assert plain(peer, "writer", "w-secret").status == 0

@@ -85,6 +85,7 @@ class Connection(Outlet):
         self._busy: asyncio.Future[Reply] | None = None
         self._reading = True
         self._leave: Callable[[], None] | None = None  # how to close, once everything is answered
+        self._said_all = False  # the peer will send nothing more, and waits for answers
         self._interrupted = False  # it had its turn, and has more to say
         self._choose_path()
 
@@ -117,8 +118,8 @@ class Connection(Outlet):
         if self.desk is not None:
             self.desk.flush()
         if (self._held or self._busy is not None) and self.may_half_close:
-            self._leave = self.close
-        return self._leave is not None
+            self._said_all = True
+        return self._said_all or self._leave is not None
 
     def pause_writing(self) -> None:
         self.writable = False
@@ -371,8 +372,12 @@ class Connection(Outlet):
         self._pause()
 
     def _leave_if_answered(self) -> None:
-        if self._leave is not None and not self._held and self._busy is None:
+        if self._held or self._busy is not None:
+            return
+        if self._leave is not None:
             self._leave()
+        elif self._said_all and (not self._input.parts or self._input.size < self._input.needed):
+            self.close()
 
     @property
     def backlog(self) -> int:
