@@ -64,20 +64,22 @@ class Feed(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        if self._inside is not None:
+            self.close()  # the last call was broken off, and so was what it did about that
         if self._closed:
             raise StopIteration
         self._inside, self._may_go_on = threading.get_ident(), False
         try:
-            return self._next()
+            item = self._next()
+            self._inside = None
+            return item
         except BaseException:
             # The end; or the place is ahead of what was handed over, and going on would lose the difference;
             # or nobody went back, so nobody can go on: whoever starts again is told again.
-            self._inside = None
             if not self._may_go_on:
                 self.close()
-            raise
-        finally:
             self._inside = None
+            raise
 
     def _next(self) -> T:
         reader = self._reader
