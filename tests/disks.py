@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from pathlib import Path
+
 from upper.storage import Disk
 
 
@@ -10,3 +14,42 @@ class Watched(Disk):
 
     def writer(self) -> None:
         return None
+
+
+class Faulty(Watched):
+    """A disk on which one kind of call goes wrong from a certain moment on."""
+
+    def __init__(
+        self, call: str = "", error: int = errno.EIO, *, times: int = 1 << 30, half: bool = False
+    ) -> None:
+        self.call, self.error, self.times, self.half = call, error, times, half
+        self.armed = False
+        self.syncs = 0
+
+    def _maybe(self, call: str) -> None:
+        if self.armed and call == self.call and self.times > 0:
+            self.times -= 1
+            raise OSError(self.error, os.strerror(self.error))
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        if self.armed and self.half and self.call == "write" and self.times > 0:
+            self.half = False
+            return super().write(fd, data[: len(data) // 2])
+        self._maybe("write")
+        return super().write(fd, data)
+
+    def fdatasync(self, fd: int) -> None:
+        self.syncs += 1
+        self._maybe("fdatasync")
+        super().fdatasync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._maybe("rename")
+        super().rename(source, target)
+
+
+class Short(Watched):
+    """Every write takes at most seven bytes."""
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        return super().write(fd, data[:7])

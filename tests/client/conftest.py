@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import upper
 from tests.nodes import Node
 from upper.client.bucket import Bucket
+from upper.client.feed import Feed
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +36,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     if node.running:
         node.stop()
+
+
+def consistent(bucket: Bucket, feed: Feed[Any]) -> bool:
+    """Whether the feed stands where the bucket stands."""
+    highs = bucket.seqnos()
+    return {p: position.seqno for p, position in feed.positions.items()} == highs

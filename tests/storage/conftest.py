@@ -91,3 +91,23 @@ def opened(directory: Path, wall: Wall) -> Iterator[Open]:
     for bucket in buckets:
         if not bucket.closed:
             bucket.abandon()
+
+
+def fill(bucket: Bucket, batches: int = 6) -> None:
+    for batch in range(batches):
+        for store in bucket.partitions:
+            store.write(b"k%d" % batch, b"value %d of %d" % (batch, store.id))
+        bucket.commit()
+
+
+def contents(bucket: Bucket) -> list[dict[bytes, bytes]]:
+    return [
+        {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
+        for store in bucket.partitions
+    ]
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Run
-from tests.storage.conftest import Open
-from tests.storage.test_faults import flip
+from tests.storage.conftest import Open, flip
 from upper.cli.output import ExitCode
 from upper.storage.check import check, repair, weight
 

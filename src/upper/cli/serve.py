@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--connections", type=int, default=10_000, metavar="N", help="at most so many (%(default)s)"
     )
-    parser.add_argument("--idle", type=float, default=3600.0, metavar="SECONDS",
+    parser.add_argument("--idle", type=float, default=3600, metavar="SECONDS",
                         help="close connections that say nothing, 0 for never (%(default)s)")  # fmt: skip
 
 

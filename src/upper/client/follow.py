@@ -193,12 +193,14 @@ class Follower:
         for lane in self._lanes_of(node):
             lane.cut()
             self._retries.pop(lane.partition, None)
+        if node not in self._backoffs:
+            log.warning("%s: %s; trying again until it is back", node, why)
         backoff = self._backoffs.setdefault(node, Backoff(self.settings.backoff, self._random))
         if wire is not None:
             self.reconnects += 1
         wait = backoff.next()
         self._not_before[node] = now + wait
-        log.info("node %s: %s; next try in %.2f s", node, why, wait)
+        log.info("%s: %s; next try in %.2f s", node, why, wait)
         # The partitions may have moved; another node may know.
         if len(self.routes.nodes) > 1 and self._learn_at is None:
             self._learn_at = now
@@ -308,7 +310,8 @@ class Follower:
             case StreamAccepted():
                 lane = self._lane(message.opaque)
                 self._lane_backoffs.pop(lane.partition, None)
-                self._backoffs.pop(node, None)
+                if self._backoffs.pop(node, None) is not None:
+                    log.warning("%s: back again", node)
                 return self._carry_out(wire, lane.on_accepted(message.versions), node, now)
             case RollbackRequired():
                 return self._carry_out(wire, self._lane(message.opaque).on_rollback(message.seqno))

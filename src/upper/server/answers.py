@@ -22,7 +22,7 @@ def refusal(error: UpperError) -> Reply:
 
 def failures(answers: bytes, why: BaseException) -> bytes:
     """The same answers, each turned into "temporary failure": what they rest on could not be stored."""
-    sentence = f"the change could not be stored ({why}); try again".encode(errors="replace")
+    sentence = f"the change was not stored: {why}".encode(errors="replace")
     status, out, at = TemporaryFailure.status, bytearray(), 0
     while at < len(answers):
         head = Header._make(HEADER.unpack_from(answers, at))
