@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
 import struct
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -173,3 +175,36 @@ def ended(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionError:
         return True
+
+
+def test_who_is_gone_is_forgotten_at_once_and_not_when_somebody_collects(tmp_path: Path) -> None:
+    """A node collects rarely, and those who follow cost much: they must not form circles."""
+    with Running(tmp_path / "data") as running:
+        assert running.node is not None
+        node = running.node
+        known: list[weakref.ref[object]] = []
+
+        def note() -> None:
+            for connection in node.connections.values():
+                known.append(weakref.ref(connection))
+                if connection.desk is not None:
+                    known.append(weakref.ref(connection.desk))
+
+        gc.collect()
+        gc.disable()
+        try:
+            tap = Peer(("127.0.0.1", running.port), TAP)
+            with running.peer() as writer, running.peer() as follower, tap:
+                writer.set(b"k", b"v")
+                tap.send(named(b"client"))
+                tap.wait_for(Mutation)
+                for partition in range(4):
+                    follower.follow(partition)
+                follower.wait_for(Mutation)
+                running.call(note)
+            while node.connections:
+                running.call(lambda: None)
+            running.call(lambda: None)  # the last one has told of its end by now
+            assert [gone() for gone in known] == [None] * 5
+        finally:
+            gc.enable()

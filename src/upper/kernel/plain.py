@@ -95,6 +95,26 @@ def _packets(
         raise bad_magic(data[at], at)
 
 
+def _sound_changes(data: Buffer, at: int, end: int, limit: int, last: dict[int, int]) -> tuple[int, int]:
+    """Where UPR's whole and sound changes end, and how many they are: `_packets` without its words."""
+    changes = 0
+    shape = SHAPE.unpack_from
+    while at + 24 <= end:
+        magic, opcode, key, extras, total, opaque = shape(data, at)
+        past = at + 24 + total
+        if magic != REQUEST or total > limit or past > end:
+            break
+        if opcode == MUTATION:
+            if extras != 28 or 28 + key > total:
+                break
+        elif not DELETION <= opcode <= EXPIRATION or extras != 16 or total != 16 + key:
+            break
+        last[opaque] = at
+        changes += 1
+        at = past
+    return at, changes
+
+
 def scan(
     data: Buffer, start: int, seqnos: array[int], max_body: int = MAX_BODY, *, dcp: bool = False
 ) -> tuple[int, int, list[int]]:
@@ -110,17 +130,25 @@ def scan(
     data = flat(data)
     within(start, len(data), len(data))
     numbers(seqnos)
-    end, changes, slots = start, 0, len(seqnos)
+    size, end, changes, slots = len(data), start, 0, len(seqnos)
     others: list[int] = []
     last: dict[int, int] = {}  # by opaque: where its last change is, so that only that seqno is read
     try:
-        for at, past, opcode, _, opaque in _packets(data, start, len(data), max_body, dcp):
-            end = past
-            if opcode < 0:
-                others.append(at)
+        while True:
+            if not dcp:
+                end, sound = _sound_changes(data, end, size, max_body, last)
+                changes += sound
+            for at, past, opcode, _, opaque in _packets(data, end, size, max_body, dcp):
+                end = past
+                if opcode < 0:
+                    others.append(at)
+                else:
+                    changes += 1
+                    last[opaque] = at
+                if not dcp:
+                    break  # what follows are mostly sound changes again
             else:
-                changes += 1
-                last[opaque] = at
+                break
     finally:
         for opaque, at in last.items():
             if opaque < slots:

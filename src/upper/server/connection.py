@@ -112,6 +112,7 @@ class Connection(Outlet):
         if self.desk is not None:
             self.desk.close()
         self.node.forget(self)
+        self.desk = None  # it points back here, and such circles wait long for somebody to look for them
 
     def eof_received(self) -> bool:
         """The peer says no more. What it still has coming is sent; then the connection closes."""

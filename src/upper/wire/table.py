@@ -335,7 +335,7 @@ class Dialect:
             try:
                 row.check(head, by, base=base)
             except _Misfit as misfit:
-                misfits.append((row, misfit))
+                misfits.append((row, misfit.with_traceback(None)))  # which would lead back to this list
             else:
                 return row
         if misfits:
