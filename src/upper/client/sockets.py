@@ -117,9 +117,13 @@ def prepare(connection: socket.socket | TransportSocket) -> None:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE // PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE),
+        ("TCP_KEEPINTVL", SILENCE // PROBES),
+        ("TCP_KEEPCNT", PROBES),
+    ):
+        if hasattr(socket, name):  # not every system lets each of them be chosen
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def hung_up(node: Node, *, plain: bool) -> Unreachable:

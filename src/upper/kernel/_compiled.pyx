@@ -486,7 +486,7 @@ def latest(list records not None):
     return records if len(newest) == number else list(newest.values())
 
 
-# ── The rest of this module, a file for each of its large parts ───────────────────────────────
+# ── The rest of this module, a file for each of its large parts ───────────────────────────────────
 
 include "_run.pxi"
 include "_columns.pxi"
