@@ -13,6 +13,9 @@ from setuptools import Extension, setup
 
 KERNEL = Path("src/upper/kernel/_compiled.pyx")
 REQUIRED = os.environ.get("UPPER_KERNEL") == "required"
+# `make sanitize`: each access to memory is checked, and each cell of a map is a piece of memory of its own.
+SANITIZED = "UPPER_SANITIZE" in os.environ
+CHECKS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 def extensions() -> list[Extension]:
@@ -29,7 +32,10 @@ def extensions() -> list[Extension]:
         [str(KERNEL)],
         include_dirs=[str(KERNEL.parent)],
         depends=[str(header) for header in KERNEL.parent.glob("*.h")],
-        extra_compile_args=["-O3", "-pthread"],
+        extra_compile_args=(
+            ["-O1", "-g", "-pthread", "-DUPPER_EXACT_BLOCKS", *CHECKS] if SANITIZED else ["-O3", "-pthread"]
+        ),
+        extra_link_args=CHECKS if SANITIZED else [],
     )
     made: list[Extension] = cythonize([kernel], language_level=3, build_dir="build/cython")
     for extension in made:

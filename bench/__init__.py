@@ -1,9 +1,8 @@
 """Benchmarks: `python -m bench [GROUP...] [--quick] [--json FILE]`.
 
-A group is a module with a function `rows(quick)` that yields `Row`s; `GROUPS` below is the list of them, one
-line each. What is compared is measured in the same run on the same machine, and the ratio is the result: a
-bare number from a busy machine says little. A group that lacks a package or a program says so and is
-left out.
+A group is a module with a function `rows(quick)` that yields `Row`s; `GROUPS` lists them. Compared programs
+are measured in the same run on the same machine, and the ratio is the result. A group whose package or
+program is missing is reported and skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ GROUPS: Final = {
     "kernel": "bench.kernel",
     "storage": "bench.storage",
     "node": "bench.node",
+    "replication": "bench.replication",
+    "cluster": "bench.cluster",
     "client": "bench.client",
     "lake": "bench.lake",
+    "targets": "bench.targets",
     "growth": "bench.growth",
 }
 

@@ -1,7 +1,7 @@
-"""The consumer: how fast it decodes, follows, reads and writes, and what coming back costs.
+"""The client library: decoding, following, reading, writing, and the cost of resuming.
 
-Decoding is measured on its own, on bytes that lie ready, by time on a core. The rest is against a real node
-over loopback, in the same run as what it is compared with.
+Decoding is measured alone, in CPU time, on bytes in memory. Everything else runs against a real node over
+loopback, in the same run as the program it is compared with.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from bench import Row, seconds
 from bench.kernel import KERNELS, record
 from tests.nodes import Node
 from upper import kernel
+from upper.cli.load_generator import LoadSettings, load
 from upper.client import bulk
 from upper.client.bucket import GATHER, Bucket, connect
-from upper.client.bulk import Columns
+from upper.client.bulk import ColumnDecoder
 from upper.client.events import Mutation
 from upper.client.follow import Follower
-from upper.client.lane import Lane
-from upper.client.load import LoadSettings, load
-from upper.client.positions import Known
+from upper.client.partition_consumer import PartitionConsumer
+from upper.client.position_codec import ResumePoints
 from upper.client.routes import Routes
-from upper.client.url import Node as Address
-from upper.model.messages import SnapshotEnd, SnapshotMarker, StreamAccepted, StreamStart
+from upper.client.url import NodeAddress as Address
+from upper.model.messages import SnapshotEndMessage, SnapshotMarker, StreamAccepted, StreamStart
 from upper.model.values import BranchId, Partition, Seqno, Version
 from upper.wire.upr import UPR
 
@@ -53,7 +53,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def stream(count: int) -> list[bytes]:
-    """What a node sends of so many changes, one snapshot a partition, in portions of whole bytes."""
+    """The bytes that a node sends for `count` changes, one snapshot per partition, in portions."""
     parts: list[bytes] = []
     for p in range(PARTITIONS):
         partition = Partition(p)
@@ -68,14 +68,14 @@ def stream(count: int) -> list[bytes]:
             records.append(bytes(one))
         parts.append(UPR.encode(SnapshotMarker(partition=partition, opaque=p)))
         parts.append(kernel.join(records, p))
-        parts.append(UPR.encode(SnapshotEnd(partition=partition, opaque=p)))
+        parts.append(UPR.encode(SnapshotEndMessage(partition=partition, opaque=p)))
     whole = b"".join(parts)
     return [whole[at : at + CHUNK] for at in range(0, len(whole), CHUNK)]
 
 
 def follower() -> Follower:
     made = Follower(
-        [Lane(Partition(p), Known()) for p in range(PARTITIONS)],
+        [PartitionConsumer(Partition(p), ResumePoints()) for p in range(PARTITIONS)],
         Routes((HERE,), (0,) * PARTITIONS),
         dialect=UPR,
         random=lambda: 0.5,
@@ -89,7 +89,7 @@ def decoding(count: int) -> Iterator[Row]:
     count = count // PARTITIONS * PARTITIONS
 
     def columns() -> None:
-        reader = Columns(follower())
+        reader = ColumnDecoder(follower())
         for portion in portions:
             for batch in reader.received(HERE, portion, 0.0):
                 assert not isinstance(batch, type(None))
@@ -113,9 +113,9 @@ def decoding(count: int) -> Iterator[Row]:
             unit="M changes/s",
             ratio=rate / typed,
             against="as events",
-            expected=">= 5" if name == "compiled" else ">= 1",
+            expected=">= 4" if name == "compiled" else "",
         )
-    yield Row(name="bytes to events", value=typed / 1e6, unit="M changes/s")
+    yield Row(name="bytes to events", value=typed / 1e6, unit="M changes/s", expected=">= 0.8")
 
 
 def _with(chosen: ModuleType, work: Callable[[], object]) -> float:
@@ -146,7 +146,7 @@ def following(bucket: Bucket, items: int) -> Iterator[Row]:
         ratio=bulk_rate / typed_rate,
         against="as events",
     )
-    yield Row(name="the same as events", value=typed_rate / 1e6, unit="M changes/s")
+    yield Row(name="the same as events", value=typed_rate / 1e6, unit="M changes/s", expected=">= 0.5")
 
 
 def calling(bucket: Bucket, node: Node, count: int) -> Iterator[Row]:
@@ -184,7 +184,7 @@ def calling(bucket: Bucket, node: Node, count: int) -> Iterator[Row]:
 def _foreign(node: Node, items: dict[str, bytes]) -> dict[str, float]:
     """The same calls with a client that others wrote.
 
-    It has no partitions and uses the first, and its writes are quiet: it hears of failures only.
+    It has no partitions and uses the first, and its writes are quiet: only failures are answered.
     """
     try:
         import bmemcached

@@ -1,18 +1,17 @@
-"""How cost grows: with items, partitions, streams, connections, value size and distance behind.
+"""Growth of cost with items, partitions, streams, connections, value size, distance behind and commits.
 
-A curve each, and an exponent fitted to it: cost = constant x size^exponent. At 1 the cost grows as the work
-does; the constant part of a cost can only flatten a curve, so the larger half of the sizes is fitted as well
-and the steeper of the two counts. A curve may rise by 1.15 before it is called too steep, for noise.
+An exponent is fitted to each curve: cost = constant x size^exponent. With exponent 1 the cost is proportional
+to the work. A constant part flattens a curve, so the larger half of the sizes is fitted as well and the
+steeper fit counts. The limit is 1.15, which allows for noise.
 
-Costs are seconds on a core, not on the clock, and of the node's process wherever a node works. Other load on
-the machine still adds to them, through the caches, and only ever adds: so the least of several turns counts.
-That is fair only where each size gets as many turns, of the same length, spread over the same time; otherwise
-the shorter ones find the quieter moments. Sizes are therefore measured in turns, and a large size in equal
-pieces: items are written and read so many at a time, whatever there is already.
+Costs are CPU seconds, of the node's process if a node is measured. Other load on the machine can only
+increase them, through the caches, so the minimum of several turns counts. For a fair minimum each size gets
+the same number of turns, of the same length, spread over the same time. Sizes are therefore measured in
+turns, and a large size in equal pieces.
 
-One GET takes the same steps among any number of items, so its curve is fitted as a whole and should be flat.
-It is not quite: the more items there are, the fewer of them are in the caches of the processor. 0.25 allows
-it to cost twice as much among sixteen times as many, which is what a handful of cache misses amounts to.
+The cost of one GET should not depend on the number of items, so its curve is fitted as a whole and should be
+flat. It rises a little, because a smaller share of the items is in the processor's caches. 0.25 allows twice
+the cost at sixteen times the items, which corresponds to a few cache misses.
 """
 
 from __future__ import annotations
@@ -24,8 +23,14 @@ from contextlib import ExitStack
 
 import upper
 from bench import Row
-from bench.load import cpu, load, node
+from bench.load import cpu, load, node, scratch
 from tests.nodes import Node
+from upper.apps.lake.lake import Lake
+from upper.apps.lake.maintainer import Maintainer, MaintenanceSettings
+from upper.apps.lake.schema import LakeLayout
+from upper.apps.lake.sync import Sync
+from upper.pipeline.local import LocalRunner
+from upper.pipeline.source import BucketSource
 
 STEEPEST = 1.15
 FLAT = 0.25  # for what should not depend on the size at all, but for the caches of the processor
@@ -84,11 +89,11 @@ def cost(server: Node, verb: str, **options: float) -> float:
 def settled(server: Node, *, within: float = 10.0) -> float:
     """Wait until the node has nothing more to do; seconds on a core that it has had until then."""
     deadline = time.monotonic() + within
-    busy = cpu(server.pid, waits=True)  # who waits for a core on a full machine is not done
+    busy = cpu(server.pid, waits=True)  # a process that waits for a core is not done
     while time.monotonic() < deadline:
         time.sleep(0.05)
         before, busy = busy, cpu(server.pid, waits=True)
-        if busy - before < 0.002:  # an idle node looks around a few times a second
+        if busy - before < 0.002:  # an idle node wakes a few times a second
             break
     return cpu(server.pid)
 
@@ -100,6 +105,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield connections(quick)
     yield from values(quick)
     yield from behind(quick)
+    yield commits(quick)
 
 
 # ── Items ─────────────────────────────────────────────────────────────────────────────────────────
@@ -133,7 +139,7 @@ def items(quick: bool) -> Iterator[Row]:
 
 
 def write_piecewise(server: Node, size: int, piece: int) -> list[float]:
-    """Fill a node with so many items; what each piece of them cost."""
+    """Fill a node with `size` items; the cost of each piece."""
     return [cost(server, "write", c=8, d=100, n=piece // 8, V=64, b=first) for first in range(0, size, piece)]
 
 
@@ -208,7 +214,7 @@ def connections(quick: bool) -> Row:
 
 
 def new(size: int, turn: int) -> int:
-    """The first of so many keys that no other size and no other turn writes."""
+    """The first of `count` keys that no other size and no other turn writes."""
     return (size * 10 + turn + 1) * 10**6
 
 
@@ -216,7 +222,7 @@ def new(size: int, turn: int) -> int:
 
 
 def values(quick: bool) -> Iterator[Row]:
-    """So many SETs, then a stream of them, of larger and larger values."""
+    """SETs and then a stream of them, with values that grow from step to step."""
     count = 800 if quick else 4_000
     writing: Curve = []
     streaming: Curve = []
@@ -275,3 +281,34 @@ def comes_back(server: Node, distance: int) -> tuple[float, int]:
         spent = cpu(server.pid) + time.process_time() - before
     assert got == distance, f"{got} changes came where {distance} were missed"
     return spent, read
+
+
+# ── Commits of a lake ─────────────────────────────────────────────────────────────────────────────
+
+
+def commits(quick: bool) -> Row:
+    """What one round of 60 changes costs a lake that has more and more commits, with its maintenance.
+
+    Each point is the mean of the commits up to it. Wall time is not counted: it is mostly the disk's.
+    """
+    total, points = (600, 4) if quick else (10_000, 10)
+    curve: Curve = []
+    with node(partitions=64) as server, scratch() as directory, upper.connect(server.url) as bucket:
+        lake = Lake.create(directory / "lake", LakeLayout("default", 64, 16))
+        sync = Sync(lake, BucketSource(server.url), LocalRunner())
+        maintainer = Maintainer(lake, LocalRunner(), MaintenanceSettings())
+        spent = 0.0
+        for number in range(1, total + 1):
+            bucket.set_many({f"k{(60 * number + i) % 20_000}": b"v" * 100 for i in range(60)})
+            began = time.process_time()
+            sync.round()
+            if number % 60 == 0:
+                maintainer.compact()
+                for table in lake.tables:  # as if an hour had passed
+                    table.log.shorten(table.version, now=time.time(), keep_for=0.0)
+            spent += time.process_time() - began
+            if number % (total // points) == 0:
+                curve.append((number, spent / (total // points)))
+                spent = 0.0
+        sync.source.close()
+    return flat("one commit of a lake", curve, x="commits before it")

@@ -1,16 +1,19 @@
 """The pipeline: the source against prebuilt batches, sync against Spark's own Parquet sink, commits, latency.
 
-One warm session in local mode, one node, in one run. Prebuilt batches show what the way through Spark costs
-by itself; `latest` is the second table that `upper sync --once` keeps, and Spark's sink has nothing like it.
+One warm session in local mode, one node, in one run. Prebuilt batches show the cost of Spark alone. `upper
+sync --once` also writes the table `latest`, which Spark's sink does not.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
 from array import array
 from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,12 +26,24 @@ from bench.kernel import record
 from bench.load import load, node, scratch
 from tests.nodes import Node
 from upper import kernel
-from upper.apps.lake.home import Lake
-from upper.apps.lake.schema import Layout
+from upper.apps.backup.commits import find
+from upper.apps.backup.restore import RestoreOptions, restore
+from upper.apps.backup.target import BucketTarget
+from upper.apps.index.documents import documents, open_index
+from upper.apps.index.manage import create as create_index
+from upper.apps.index.manage import refresh as refresh_index
+from upper.apps.index.output import HEAP
+from upper.apps.index.search import search
+from upper.apps.lake.lake import Lake
+from upper.apps.lake.query import query
+from upper.apps.lake.schema import LakeLayout
+from upper.apps.lake.store import open_store
 from upper.apps.lake.sync import Sync
+from upper.cli.load_generator import LoadSettings
+from upper.cli.load_generator import load as write_items
 from upper.client.bucket import Bucket
+from upper.pipeline.source import BucketSource
 from upper.spark import register
-from upper.spark.feed import BucketFeed
 from upper.spark.session import SparkRunner, start
 
 PARTITIONS = 64
@@ -46,6 +61,9 @@ def rows(quick: bool) -> Iterator[Row]:
             fill(running, items)
             yield from reading(session, running, items)
             yield from syncing(session, running, items, directory, rounds=3 if quick else 10)
+            yield from looking_up(directory / "big", items)
+            yield from restoring(session, directory, items)
+            yield from indexing(session, directory, 20_000 if quick else 300_000)
             yield from following(session, running, directory, seconds=4 if quick else 30)
         finally:
             session.stop()
@@ -168,6 +186,94 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
     )
 
 
+def looking_up(root: Path, items: int) -> Iterator[Row]:
+    """Bytes that a process reads for one key, log and footers included, against those of `latest`."""
+    lake = Lake(root)
+    whole = sum(file.size for file in lake.latest.files())
+    (row,) = query(root, "select text(key) as key from latest limit 1")
+    key = row["key"]
+    for name, sql in {
+        "one key, by its partition": f"partition = partition_of('{key}') and key = '{key}'",
+        "one key, without its partition": f"key = '{key}'",
+    }.items():
+        before = bytes_read()
+        assert len(list(query(root, f"select value from latest where {sql}"))) == 1
+        read = bytes_read() - before
+        yield Row(
+            name=f"bytes read for {name}",
+            value=read,
+            unit="bytes",
+            ratio=read / whole,
+            against=f"`latest` of {items:,} items",
+            expected="<= 0.05x" if "by its" in name else "<= 0.25x",
+        )
+
+
+def bytes_read() -> int:
+    """Bytes that this process has read from files."""
+    return int(Path("/proc/self/io").read_text().partition("rchar:")[2].split()[0])
+
+
+def restoring(session: Any, directory: Path, items: int) -> Iterator[Row]:
+    """The large lake into an empty bucket, against the writer of `upper load` into another one."""
+    lake = Lake(directory / "big")
+    with node(partitions=PARTITIONS) as loaded, upper.connect(loaded.url) as bucket:
+        wrote = write_items(bucket, LoadSettings(items=items))
+    with node(partitions=PARTITIONS) as empty, closing(BucketTarget(empty.url)) as target:
+        began = time.perf_counter()
+        done = restore(lake, SparkRunner(session), target, find(lake), RestoreOptions())
+        took = time.perf_counter() - began
+    yield Row(name="writer of `upper load`", value=wrote.sets / wrote.seconds, unit="items/s")
+    yield Row(
+        name="restore of the newest commit",
+        value=done.written / took,
+        unit="items/s",
+        ratio=done.written / took / (wrote.sets / wrote.seconds),
+        against="the writer of `upper load`",
+        expected=">= 0.5x",
+    )
+
+
+def indexing(session: Any, directory: Path, items: int) -> Iterator[Row]:
+    """A first build by Spark's workers from the lake, against tantivy alone in this process, from memory."""
+    root, text, fields = directory / "articles", ["title", "body"], ["city", "price"]
+    with node(partitions=PARTITIONS) as running, upper.connect(running.url) as bucket:
+        for start_at in range(0, items, 5000):
+            bucket.set_many({f"a{n}": article(n) for n in range(start_at, min(items, start_at + 5000))})
+        sync = sync_of(root, running, SparkRunner(session))
+        sync.round()
+        sync.refresh()
+    store = open_store(root)
+    held = [(row["partition"], row["key"], row["value"]) for row in query(root, "from latest")]
+    began = time.perf_counter()
+    writer: Any = open_index(directory / "alone", text).writer(HEAP, 1)
+    for document in documents(held, text, fields):
+        writer.add_document(document)
+    writer.commit()
+    writer.wait_merging_threads()
+    alone = time.perf_counter() - began
+    create_index(store, "articles", text=text, fields=fields, now=datetime.now(UTC))
+    began = time.perf_counter()
+    refresh_index(sync.lake, SparkRunner(session), "articles")
+    took = time.perf_counter() - began
+    assert search(store, "articles", "*").total == items
+    yield Row(name="tantivy alone, in one process", value=items / alone, unit="documents/s")
+    yield Row(
+        name="index build of a lake",
+        value=items / took,
+        unit="documents/s",
+        ratio=alone / took,
+        against="tantivy alone, in one process",
+    )
+
+
+def article(number: int) -> bytes:
+    words = " ".join(f"word{number * step % 9973}" for step in range(1, 25))
+    return json.dumps(
+        {"title": f"title {number}", "body": words, "city": f"c{number % 100}", "price": number % 1000}
+    ).encode()
+
+
 def sink(source: Any, path: Path) -> float:
     began = time.perf_counter()
     source.write.mode("overwrite").parquet(str(path))
@@ -194,8 +300,8 @@ def commit(sync: Sync, bucket: Bucket, number: int) -> float:
 
 
 def sync_of(root: Path, running: Node, runner: SparkRunner) -> Sync:
-    lake = Lake.create(root, Layout("default", PARTITIONS, 16))
-    return Sync(lake, BucketFeed(running.url), runner)
+    lake = Lake.create(root, LakeLayout("default", PARTITIONS, 16))
+    return Sync(lake, BucketSource(running.url), runner)
 
 
 def following(session: Any, running: Node, directory: Path, *, seconds: float) -> Iterator[Row]:
@@ -209,9 +315,9 @@ def following(session: Any, running: Node, directory: Path, *, seconds: float) -
         while not stop.is_set():
             began = time.perf_counter()
             sync.round()
-            now, stand = time.perf_counter(), sync.lake.changes.stand
+            now, lake_position = time.perf_counter(), sync.lake.changes.lake_position
             for entry in list(written):
-                if stand.position(upper.Partition(entry[0])).seqno >= entry[1]:
+                if lake_position.position(upper.Partition(entry[0])).seqno >= entry[1]:
                     took.append(now - entry[2])
                     written.remove(entry)
             stop.wait(max(0.0, began + 1.0 - time.perf_counter()))

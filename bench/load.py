@@ -1,7 +1,7 @@
-"""What the benchmarks of a node stand on: a load generator in C, nodes, and a peer.
+"""Processes for the benchmarks of a node: a load generator in C, nodes, and memcached.
 
-`loadgen.c` is built into `out/` when it is newer than its program. Nodes keep their data under `out/` too: a
-disk, where `/tmp` may be memory and would make every durable write look cheap.
+`loadgen.c` is built into `out/` if it is newer than its program. Nodes store their data under `out/` too,
+because `/tmp` may be in memory, where durable writes cost nothing.
 """
 
 from __future__ import annotations
@@ -106,6 +106,47 @@ def memcached() -> Iterator[tuple[int, int] | None]:
         process.wait(10)
 
 
+@contextmanager
+def redis() -> Iterator[tuple[int, int] | None]:
+    """Redis that syncs its log before it answers a write: port and process; None where it is absent."""
+    found = shutil.which("redis-server")
+    if found is None or shutil.which("redis-benchmark") is None:
+        yield None
+        return
+    with scratch() as directory:
+        port = free_port()
+        options = {
+            "port": str(port), "bind": "127.0.0.1", "dir": str(directory), "save": "",
+            "appendonly": "yes", "appendfsync": "always", "auto-aof-rewrite-percentage": "0",
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        process = subprocess.Popen([found, *words], stdout=subprocess.DEVNULL)
+        try:
+            wait_for(port)
+            yield port, process.pid
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ask_redis(verb: str, port: int, *, connections: int, depth: int, count: int, keys: int) -> float:
+    """SET or GET by Redis's own load generator, of `keys` keys, values of 100 bytes; requests a second."""
+    done = subprocess.run(
+        ["redis-benchmark", "-p", str(port), "-t", verb, "-n", str(count), "-c", str(connections),
+         "-P", str(depth), "-d", "100", "-r", str(keys), "--csv"],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    return float(done.stdout.splitlines()[-1].split(",")[1].strip('"'))
+
+
+def memory_of(pid: int) -> int:
+    """Bytes of memory that a process has in use."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise Absent("the system does not say how much memory a process uses")
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -114,7 +155,7 @@ def free_port() -> int:
 
 
 def wait_for(port: int, *, within: float = 10.0) -> None:
-    """Until somebody listens there."""
+    """Wait until the port accepts connections."""
     deadline = time.monotonic() + within
     while True:
         try:

@@ -6,7 +6,7 @@
  *   loadgen live        the same SETs, and -f FOLLOWERS connections that follow every partition;
  *       prints how long after its response each change reached each follower
  *       in all three, -x DEAF more connections follow every partition and never read
- *   loadgen drain       -p PORT -V PARTITIONS [-n TIMES]
+ *   loadgen drain       -p PORT -V PARTITIONS [-n TIMES] [-D 1: over DCP]
  *       opens a stream of each partition up to now and reads until all have ended; prints items and bytes a second
  *   loadgen start       the same for streams from now on: prints the time until all are accepted and started
  *   loadgen loopback    -n MEGABYTES: two sockets and nothing between them, for comparison
@@ -28,9 +28,10 @@
 #include <unistd.h>
 
 enum { HEADER = 24, GET = 0x00, SET = 0x01, STREAM_REQ = 0x50, STREAM_START = 0x52, STREAM_END = 0x53, MUTATION = 0x56 };
-enum { BATCH = 1 << 20, UNTIL_NOW = 8 };
+enum { DCP_OPEN = 0x50, DCP_STREAM_REQ = 0x53, DCP_STREAM_END = 0x55 };
+enum { BATCH = 1 << 20, UNTIL_NOW = 8, DCP_UNTIL_NOW = 4 };
 
-static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1, deaf = 0;
+static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1, deaf = 0, dcp = 0;
 static long requests = 100000, base = 0;
 static double rate = 0;
 static int opcode = SET;
@@ -197,15 +198,21 @@ static void *ask(void *argument) {
 /* ── Streams ──────────────────────────────────────────────────────────────────────────────────── */
 
 static void follow_all(int s, uint32_t flags) {
-    uint8_t *out = malloc((size_t)(HEADER + 40) * (size_t)partitions), *p = out;
+    int size = dcp ? 48 : 40; /* DCP also states the snapshot around the start */
+    uint8_t *out = malloc((size_t)(HEADER + size) * (size_t)partitions + 64), *p = out;
+    if (dcp) {
+        p += head(p, DCP_OPEN, 5, 8, 13, 0, 0);
+        memcpy(p, "\0\0\0\0\0\0\0\1bench", 13);
+        p += 13;
+    }
     for (int i = 0; i < partitions; i++) {
-        p += head(p, STREAM_REQ, 0, 40, 40, i, (uint32_t)i);
-        memset(p, 0, 40);
+        p += head(p, dcp ? DCP_STREAM_REQ : STREAM_REQ, 0, size, size, i, (uint32_t)i);
+        memset(p, 0, (size_t)size);
         flags = htonl(flags);
         memcpy(p, &flags, 4);
         flags = ntohl(flags);
         memset(p + 16, 0xff, 8);
-        p += 40;
+        p += size;
     }
     put(s, out, (size_t)(p - out));
     free(out);
@@ -261,7 +268,8 @@ static void drain(void) {
         inbox in = open_inbox(s);
         long items = 0, bytes = 0;
         double began = now();
-        follow_all(s, UNTIL_NOW);
+        int end = dcp ? DCP_STREAM_END : STREAM_END, first = MUTATION + dcp;
+        follow_all(s, dcp ? DCP_UNTIL_NOW : UNTIL_NOW);
         for (int ended = 0; ended < partitions;) {
             uint8_t *p = packet(&in);
             if (!p) {
@@ -269,8 +277,9 @@ static void drain(void) {
                 continue;
             }
             bytes += HEADER + u32(p + 8);
-            if (p[0] == 0x80 && p[1] == STREAM_END) ended++;
-            else if (p[0] == 0x80 && p[1] >= MUTATION && p[1] < MUTATION + 3) items++;
+            if (p[0] == 0x80 && p[1] == end) ended++;
+            else if (p[0] == 0x80 && p[1] >= first && p[1] < first + 3) items++;
+            else if (p[0] == 0x81 && (p[6] || p[7])) fail("a stream was refused");
         }
         double took = now() - began;
         printf("{\"items\": %ld, \"bytes\": %ld, \"seconds\": %.4f, \"items_per_second\": %.0f, \"bytes_per_second\": %.0f}\n",
@@ -383,7 +392,7 @@ static void load(int live) {
 
 int main(int count, char **words) {
     const char *what = count > 1 ? words[1] : "";
-    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:x:")) != -1;) switch (option) {
+    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:x:D:")) != -1;) switch (option) {
         case 'p': port = atoi(optarg); break;
         case 'c': connections = atoi(optarg); break;
         case 'd': depth = atoi(optarg); break;
@@ -395,6 +404,7 @@ int main(int count, char **words) {
         case 'b': base = atol(optarg); break;
         case 'f': followers = atoi(optarg); break;
         case 'x': deaf = atoi(optarg); break;
+        case 'D': dcp = atoi(optarg) != 0; break;
         default: return 2;
         }
     if (!strcmp(what, "write")) load(0);

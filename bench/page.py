@@ -1,8 +1,7 @@
-"""The page on benchmarks, from the results of a run: `python -m bench.page RESULTS.json --into docs`.
+"""Generates the benchmarks page from the results of a run: `python -m bench.page RESULTS.json --into docs`.
 
-Writes `benchmarks.md`, `benchmarks/results.json` and the plots into the given directory, and, where a README
-beside that directory has the two marks, the short table between them. The page is a function of the results
-alone, so that a test can see whether both still belong together.
+Writes `benchmarks.md`, `benchmarks/results.json` and the plots into the given directory, and the short table
+between the two markers of the README beside it. The page depends on the results alone; a test compares both.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ HERE = Path(__file__).parent
 BEGIN = "<!-- numbers: written by make bench -->"
 END = "<!-- end of numbers -->"
 PLOTS = {
-    "ratios": "Every ratio of which something is expected",
+    "ratios": "All ratios with an expectation",
     "latency": "Distributions of latency",
-    "growth": "Growth of cost with size; the grey line grows exactly as the work does",
+    "growth": "Growth of cost with size; the grey line is linear growth",
 }
-# What the README shows, in its order: group, beginning of a row's name, and what it is called there.
+# The rows of the README, in order: group, beginning of the row's name, and the label in the README.
 SHORT = (
     ("node", "durable SET of new keys", "Durable SETs, pipelined"),
     ("node", "GET", "GETs, pipelined"),
@@ -79,25 +78,24 @@ def page(results: Results, drawn: Sequence[str]) -> str:
 OPENING = """\
 # Benchmarks
 
-Written by `make bench` from [the results of one run](benchmarks/results.json); do not edit it by hand. What
-is compared was measured in the same run on the same machine, so read the ratios: a bare number says more
-about the machine than about the program.
+`make bench` writes this page from [the results of one run](benchmarks/results.json); do not edit it. Compared
+programs were measured in the same run on the same machine. Read the ratios: absolute numbers depend mostly
+on the machine.
 
-This run: version {version}, {kernel} kernel, Python {python}, {machine}, {cores} shared cores, on which the
-load generator, the node and its peers all ran.{roughly}
+This run: version {version}, {kernel} kernel, Python {python}, {machine}, {cores} shared cores for the
+load generator, the node and the compared programs.{roughly}
 
 ## How to repeat it
 
 ```sh
-make bench QUICK=1     # under two minutes, rough numbers; leaves this page alone
+make bench QUICK=1     # under two minutes, rough numbers; does not change this page
 ```
 
 Without `QUICK=1` it takes about ten minutes and rewrites this page; `GROUPS="node growth"` measures some
-groups only. A C compiler builds the load generator, and memcached is a peer where it is installed; rows
-without their peer say so. Nothing else should run on the machine meanwhile. Results go to `out/bench.json`
-as well.
+groups only. The load generator needs a C compiler. memcached is compared if it is installed; rows state
+when it is not. Run nothing else on the machine meanwhile. The results are also written to `out/bench.json`.
 
-## What holds, and what does not
+## Results against expectations
 """
 
 
@@ -126,7 +124,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     met = len(expected) - len(short)
     yield f"Of {len(rows)} measurements {len(expected)} have an expectation, and {met} meet it."
     if unjudged := sum(bool(row["expected"]) for row in rows) - len(expected):
-        yield f"{unjudged} more could not be judged, because what they are held against was absent."
+        yield f"{unjudged} more could not be judged, because the compared program was absent."
     if steepest is not None:
         yield (
             f'The steepest curve of growth is "{steepest["name"]}", exponent {steepest["value"]:.2f}: '
@@ -158,7 +156,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def promise(group: str) -> str:
-    """What the module of a group says of itself: read, not imported, since it may need what is not here."""
+    """The docstring of a group's module; parsed, not imported, because its dependencies may be missing."""
     path = HERE / f"{GROUPS[group].rpartition('.')[2]}.py"
     text = ast.get_docstring(ast.parse(path.read_text()))
     assert text, f"{path} opens without a promise"
@@ -169,7 +167,7 @@ def promise(group: str) -> str:
 
 
 def with_numbers(text: str, results: Results) -> str:
-    """The text with the short table between its marks; unchanged where it has none."""
+    """The text with the short table between its markers; unchanged without markers."""
     if BEGIN not in text or END not in text:
         return text
     before, _, rest = text.partition(BEGIN)
@@ -178,13 +176,13 @@ def with_numbers(text: str, results: Results) -> str:
 
 
 def shortfall(results: Results) -> str:
-    """How much of what was expected was not reached, and where that is said row by row."""
+    """The number of missed expectations, with a link to the list."""
     expected = [row for row in results["rows"] if row["met"] is not None]
     short = sum(not row["met"] for row in expected)
-    where = "[the page](docs/benchmarks.md#what-holds-and-what-does-not)"
+    where = "[Benchmarks](docs/benchmarks.md#results-against-expectations)"
     if not short:
-        return f"All {len(expected)} expectations of that run were met: {where} has them."
-    return f"Missed: {short} of the {len(expected)} expectations of that run; {where} begins with which."
+        return f"All {len(expected)} expectations of that run were met; see {where}."
+    return f"Missed: {short} of the {len(expected)} expectations of that run; see {where}."
 
 
 def short_table(results: Results) -> str:

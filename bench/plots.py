@@ -1,6 +1,6 @@
-"""The plots of the page on benchmarks: a few SVG files, drawn from the rows of a run.
+"""The plots of the benchmarks page: SVG files, drawn from the rows of a run.
 
-Where matplotlib is not installed nothing is drawn. The same rows give the same bytes: no dates, no random
+Without matplotlib nothing is drawn. The same rows give the same bytes: no dates, no random
 ids, text as text.
 """
 
@@ -83,7 +83,7 @@ def latency(rows: Rows) -> Any:
     axes = figure.add_subplot()
     for row in lines:
         label = row["name"].rpartition(",")[0]
-        # Some say 99, some 0.99; nobody means a quantile of one per cent.
+        # Both 99 and 0.99 are in use; a value up to 1 is a fraction.
         shares = [(q / 100 if q > 1 else q, value) for q, value in row["points"]]
         places = [(nines(share), value) for share, value in shares if share < 1]
         axes.plot(*zip(*places, strict=True), marker="o", markersize=3.5, label=label)

@@ -1,11 +1,11 @@
-"""The bucket against SQLite in WAL mode and LMDB, all three with the same promise.
+"""The bucket against SQLite in WAL mode and LMDB, all three with the same guarantee.
 
-The promise: when a commit returns, its changes are on disk, found by key and, in order, by seqno. SQLite has
-a table with an index by seqno and `synchronous = FULL`; LMDB has two maps and syncs every transaction. The
-bucket is driven as a node drives it: request packets through the kernel, then a commit.
+The guarantee: when a commit returns, its changes are on disk and can be read by key and in seqno order.
+SQLite has a table with an index by seqno and `synchronous = FULL`; LMDB has two maps and syncs every
+transaction. The bucket is driven as a node drives it: request packets through the kernel, then a commit.
 
-Items of a 16-byte key and a 100-byte value, in 1024 partitions. All of it happens in one temporary directory
-on the disk of the project, because /tmp may be memory.
+Items of a 16-byte key and a 100-byte value, in 1024 partitions. All files are in one temporary directory
+on the disk of the project, because /tmp may be in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench import Row, seconds
 from bench.load import scratch
 from upper import kernel
 from upper.model.values import ZERO
-from upper.storage import Bucket, StorageSettings
+from upper.storage import BucketStore, StorageSettings
 
 PARTITIONS = 1024
 BATCH = 1000
@@ -62,7 +62,7 @@ class Ours:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "bucket"
-        self.bucket = Bucket.open(self.directory, QUIET, partitions=PARTITIONS)
+        self.bucket = BucketStore.open(self.directory, QUIET, partitions=PARTITIONS)
 
     def prepare(self, numbers: range) -> bytes:
         return b"".join(map(set_request, numbers))
@@ -250,11 +250,11 @@ def against_others(directory: Path, there: int, batches: int) -> Iterator[Row]:
 CHILD = """
 import gc, sys, time
 from bench import resident
-from upper.storage import Bucket, StorageSettings
+from upper.storage import BucketStore, StorageSettings
 gc.disable()
 before = resident()
 began, busy = time.perf_counter(), time.process_time()
-bucket = Bucket.open(sys.argv[1], StorageSettings(compact=False))
+bucket = BucketStore.open(sys.argv[1], StorageSettings(compact=False))
 took, busy = time.perf_counter() - began, time.process_time() - busy
 items = sum(store.count for store in bucket.partitions)
 print(took, busy, (resident() - before) / items)
@@ -285,11 +285,13 @@ def at_rest(directory: Path, items: int) -> Iterator[Row]:
     yield Row(name="start-up of 1M items, from the journal", value=took * scale, unit="s", expected="<= 1.5")
     yield Row(name="of that, on a core", value=busy * scale, unit="s")
     yield Row(name="memory of a 116-byte item, reopened", value=memory, unit="bytes", expected="<= 400")
-    bucket = Bucket.open(engine.directory, QUIET)
+    bucket = BucketStore.open(engine.directory, QUIET)
     began = time.perf_counter()
     bucket.compact()
     yield Row(name="compaction of everything", value=items / (time.perf_counter() - began), unit="items/s")
-    yield Row(name="disk of a 116-byte item, compacted", value=bucket.rewriter.disk_use / items, unit="bytes")
+    yield Row(
+        name="disk of a 116-byte item, compacted", value=bucket.compactor.disk_use / items, unit="bytes"
+    )
     bucket.close()
     took, busy, _ = min(reopened(engine.directory) for _ in range(2))
     yield Row(name="start-up of 1M items, compacted", value=took * scale, unit="s", expected="<= 1.5")
@@ -336,7 +338,7 @@ def taken(home: Path) -> int:
 
 async def overwriting(home: Path, items: int, *, compact: bool) -> tuple[float, float, float, float]:
     """Items a second; the most bytes on disk; live bytes; how often these were rewritten."""
-    bucket = Bucket.open(home, COMPACTING if compact else QUIET, partitions=PARTITIONS)
+    bucket = BucketStore.open(home, COMPACTING if compact else QUIET, partitions=PARTITIONS)
     bucket.attach(asyncio.get_running_loop())
     requests = [b"".join(map(set_request, range(start, start + BATCH))) for start in range(0, items, BATCH)]
     most, spent, count = 0, 0.0, 0
@@ -353,6 +355,6 @@ async def overwriting(home: Path, items: int, *, compact: bool) -> tuple[float, 
                 if number % 10 == 0:
                     most = max(most, taken(home))
     bucket.weigh()
-    live, rewritten = bucket.live, bucket.rewriter.rewritten
+    live, rewritten = bucket.live, bucket.compactor.rewritten
     bucket.close()
     return count / spent, most, live, rewritten / live

@@ -1,6 +1,6 @@
-"""`python -m demo`, which is `make demo`: the story is in `demo.story`.
+"""`python -m demo`, which is `make demo`; the steps are in `demo.story`.
 
-What the story needs takes a moment to import, and whoever changes their mind meanwhile gets no traceback.
+The imports take a moment; an interrupt during them prints no traceback.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""A small shop whose every change is invented from a seed: users, carts and orders, as JSON.
+"""A small shop that generates changes from a seed: users, carts and orders, as JSON.
 
-The shop only decides what changes; nothing here knows of nodes or lakes. The same seed gives the
-same changes in the same order, so the story that the demo tells is the same each time.
+This module only generates changes; it uses no node and no lake. The same seed gives the same changes in the
+same order.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ NEXT_STATUS = {"placed": "paid", "paid": "packed", "packed": "shipped", "shipped
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One thing that the shop does to the bucket. `value` None is a delete."""
+    """One write to the bucket. `value` None is a delete."""
 
     key: str
     value: bytes | None
-    expiry: int = 0  # seconds; 0 = stays
+    expiry: int = 0  # seconds; 0: no expiry
 
     @property
     def changes(self) -> int:
-        """How many changes it makes in all: what is left to expire changes once more, by itself."""
+        """The number of changes: an item that expires changes once more."""
         return 2 if self.expiry else 1
 
 
 @dataclass(slots=True)
 class Cart:
-    """A user's cart. Each has a number of its own, so that one left to expire is never filled again."""
+    """A user's cart. Its number is unique, so that a cart that expires is never filled again."""
 
     key: str
     items: dict[str, int]
 
 
 class Shop:
-    """What the shop remembers in order to invent a believable next change."""
+    """The state from which the next change is generated."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -62,13 +62,13 @@ class Shop:
         self._made = 0
 
     def opening(self, *, users: int, orders: int) -> Iterator[Write]:
-        """The data that is there on the first morning."""
+        """The initial data."""
         for _ in range(users):
             yield self._sign_up()
         yield from self.rush(orders)
 
     def trading(self, changes: int) -> Iterator[Write]:
-        """So many further changes: mostly carts and orders that move on, and a few departures."""
+        """Further changes: mostly to carts and orders, and a few deletions."""
         for _ in range(changes):
             dice = self._random.random()
             if dice < 0.35:
@@ -85,12 +85,12 @@ class Shop:
                 yield self._sign_up()
 
     def rush(self, orders: int) -> Iterator[Write]:
-        """So many new orders and nothing else."""
+        """New orders only."""
         for _ in range(orders):
             yield self._place_order(self._random.choice(self._users))
 
     def turn(self, seed: int) -> None:
-        """Take other turns from here on."""
+        """Generate different changes from here on."""
         self._random = Random(seed)
 
     def _sign_up(self) -> Write:
@@ -119,7 +119,7 @@ class Shop:
         return _write(cart.key, {"user": user, "items": cart.items})
 
     def _abandon_cart(self) -> Write:
-        """A last look at a cart that then runs out by itself: an expiry, not a delete."""
+        """A last write to a cart, which then expires."""
         user = self._random.choice(tuple(self._carts))
         cart = self._carts.pop(user)
         return _write(cart.key, {"user": user, "items": cart.items, "abandoned": True}, expiry=1)

@@ -1,7 +1,7 @@
-"""The stage of the demo: processes that end with it, waits that have ends, and a small chart.
+"""Helpers of the demo: processes that end with it, waits with timeouts, and a small chart.
 
-Nothing here knows the story. Every process is started in a group of its own and ended by its id, whatever
-happens, also when the demo itself is killed; a wait that takes too long says what it waited for.
+Every process is started in its own process group and ended by its id, also if the demo itself is killed. A
+wait that times out names what it waited for.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BLOCKS: Final = " ▁▂▃▄▅▆▇█"
 
 
 class Trouble(Exception):
-    """The show cannot go on; the sentence says why."""
+    """The demo cannot continue; the message gives the reason."""
 
 
-# Reads the ids of process groups, one a line. When no more can come, because the demo is over or dead, it
-# ends them all, unless it was told to let them be.
+# Reads ids of process groups, one per line. At the end of its input, when the demo has ended or was killed,
+# it kills these groups, unless a line is "keep".
 GUARD: Final = """
 import os, signal, sys
 groups = sys.stdin.read().split()
@@ -38,7 +38,7 @@ for group in groups if "keep" not in groups else ():
 
 
 class Guard:
-    """A process that outlives the demo by a moment, and sees that nothing else does."""
+    """A process that outlives the demo briefly and kills the processes that are left."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Guard:
 
 
 class Actor:
-    """One `upper` process, its output in a file of its own."""
+    """One `upper` process, with its output in a file."""
 
     def __init__(self, name: str, arguments: Sequence[str], *, directory: Path, guard: Guard) -> None:
         self.name = name
@@ -86,13 +86,13 @@ class Actor:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """Pull the plug: no goodbye, for it or for the processes that it started."""
+        """Send SIGKILL to the process and to those that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def stop(self, *, within: float = 60.0) -> None:
-        """Ask it to end, and insist if it does not."""
+        """Send SIGTERM, then SIGKILL if the process does not end in time."""
         if self.running():
             self.process.terminate()
             try:
@@ -103,20 +103,20 @@ class Actor:
 
 
 def remember(actor: Actor, directory: Path) -> None:
-    """Write down who plays here, for `running_in`."""
+    """Record the process id, for `running_in`."""
     with (directory / "processes").open("a") as out:
         out.write(f"{actor.process.pid}\n")
 
 
 def may_be_swept(directory: Path) -> bool:
-    """Whether there is nothing there but what an earlier demo left."""
+    """Whether the directory is missing, empty or left by an earlier demo."""
     if not directory.exists():
         return True
-    return directory.is_dir() and ((directory / "node.log").exists() or not any(directory.iterdir()))
+    return directory.is_dir() and ((directory / "processes").exists() or not any(directory.iterdir()))
 
 
 def running_in(directory: Path) -> list[str]:
-    """The ids of those who still play here, from a demo that was left running or has not ended."""
+    """The ids of processes of an earlier demo that are still running."""
     try:
         remembered = (directory / "processes").read_text().split()
     except OSError:
@@ -125,17 +125,17 @@ def running_in(directory: Path) -> list[str]:
     found = []
     for pid in remembered:
         with suppress(OSError):  # it has ended
-            if here in Path(f"/proc/{pid}/cmdline").read_bytes():  # and no other has got its number since
+            if here in Path(f"/proc/{pid}/cmdline").read_bytes():  # the id was not reused
                 found.append(pid)
     return found
 
 
-def run(*arguments: str) -> str:
-    """What an `upper` verb prints; its complaint becomes ours."""
+def run(*arguments: str, check: bool = True) -> str:
+    """The output of an `upper` verb; raises its error message if it fails, unless `check` is false."""
     done = subprocess.run(
         [sys.executable, "-m", "upper", *arguments], capture_output=True, text=True, timeout=300
     )
-    if done.returncode:
+    if done.returncode and check:
         said = done.stderr.strip() or done.stdout.strip()
         raise Trouble(f"`upper {' '.join(arguments)}` ended with {done.returncode}: {said}")
     return done.stdout.rstrip()
@@ -144,20 +144,20 @@ def run(*arguments: str) -> str:
 def until(
     condition: Callable[[], bool], *, waiting_for: str, actors: Sequence[Actor], within: float = 180.0
 ) -> None:
-    """Wait until something is true, as long as everybody whom it depends on is alive."""
+    """Wait until a condition is true, while the processes that it depends on are running."""
     deadline = time.monotonic() + within
     while not condition():
         for actor in actors:
             if not actor.running():
                 tail = "\n".join(actor.log.read_text(errors="replace").splitlines()[-12:])
-                raise Trouble(f"the {actor.name} ended early; its last words:\n{tail}")
+                raise Trouble(f"the {actor.name} ended early; its last lines:\n{tail}")
         if time.monotonic() > deadline:
-            raise Trouble(f"waited {within:.0f} s for {waiting_for}, in vain; {actors[0].log} may say why")
+            raise Trouble(f"waited {within:.0f} s for {waiting_for}; see {actors[0].log}")
         time.sleep(0.1)
 
 
 def chart(values: Sequence[float], *, width: int = 60) -> str:
-    """The values as a row of bars, one a column, the last `width` of them."""
+    """The last `width` values as a row of bars, one per column."""
     shown = list(values)[-width:]
     top = max(shown, default=0) or 1
     return "".join(BLOCKS[round(value / top * (len(BLOCKS) - 1))] for value in shown)

@@ -1,8 +1,8 @@
-"""An audit log: every change that ever was, one line each, none twice, none missing, whoever is killed when.
+"""An audit log: one line for each change, none twice and none missing, also when a process is killed.
 
 The log is its own checkpoint. Changes are written when their snapshot is complete; a line with the positions
 is written behind them, and synced. On start everything behind the last such line is cut off, and comes again.
-Nothing is ever taken out: when history branches, a line says so, and which lines before it are not true now.
+Nothing is ever removed: when history branches, a line states which lines before it are undone.
 
     python examples/audit.py upr://127.0.0.1:11210/default audit.jsonl
 """

@@ -1,8 +1,8 @@
 """A cache in front of a bucket that never serves what has changed since.
 
 Reads go to a dictionary first. A second thread follows the bucket from now on, keys only, and throws out what
-has changed: the node tells, nobody polls, and no entry needs a lifetime. The follower has no state worth
-keeping; where it cannot tell what happened (a rollback, a flush), the entries of that partition go.
+has changed: the node sends changes, so there is no polling, and no entry needs a lifetime. The follower
+stores no position; after a rollback or a flush, it removes the entries of that partition.
 
     python examples/cache.py upr://127.0.0.1:11210/default user:1
 """

@@ -5,7 +5,7 @@ Three things make it right, and each is a few lines:
 - the positions are in the same transaction as the rows they speak of: no second place can disagree;
 - every change notes what it replaced, so a rollback can put that back;
 - on start, rows past the saved position are taken back first: their snapshot was not complete, and whether
-  they will come again is for the bucket to say.
+  they come again depends on the bucket.
 
     python examples/index.py upr://127.0.0.1:11210/default index.db city
     sqlite3 index.db "select key from documents where field = 'Oslo'"
@@ -112,8 +112,8 @@ def field_of(value: bytes, name: str) -> str | None:
     return None if found is None else str(found)
 
 
-def follow(index: Index, bucket: upper.client.bucket.Bucket, until: str | None = None) -> None:
-    """Keep the index as the bucket is, from where it left, until it is told to stop."""
+def follow(index: Index, bucket: upper.Bucket, until: str | None = None) -> None:
+    """Keep the index equal to the bucket, from the saved position on, until it is stopped."""
     feed = bucket.changes(
         since=index,
         until=until,

@@ -1,9 +1,10 @@
-"""A replica of a bucket in another node, kept up to date, from one bucket to another.
+"""Keep a copy of a bucket in another bucket.
 
-Changes are written as they are, with their revision and CAS, so writing one twice is writing it once; the
-checkpoint may lag behind, and a crash costs nothing but some repetition. When the history of the source
-branches, this replica does not know what its keys were before: it empties the partition and copies it again,
-which is always allowed. A consumer that can only go back further than asked, does.
+Changes are written with all their metadata: revision, CAS, flags, expiration, lock time, data type, and
+whether a key was deleted or expired. Writing a change twice has the same effect as once, so the checkpoint
+may lag behind and a crash only repeats some writes. After a failover of the source the copy cannot restore
+older values: it empties the partition and copies it again. A consumer may always go back further than
+requested.
 
     python examples/replica.py upr://127.0.0.1:11210/default upr://127.0.0.1:11310/default place.json
 """
@@ -12,48 +13,39 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 
 import upper
-from upper.client.bucket import Bucket
 
-AT_ONCE = 500  # changes written together
+BATCH = 500  # changes written together
 
 
 class Replica:
     """The bucket that is written."""
 
-    def __init__(self, source: Bucket, target: Bucket) -> None:
+    def __init__(self, source: upper.Bucket, target: upper.Bucket) -> None:
         self._source, self._target = source, target
         self._waiting: list[upper.Copy] = []
         self.written = 0
 
     def take(self, change: upper.Mutation | upper.Deletion | upper.Expiration) -> None:
-        copy = upper.Copy(key=change.key, value=None, revision=change.revision, cas=change.cas)
-        if isinstance(change, upper.Mutation):
-            copy = replace(copy, value=change.value, flags=change.flags, expiration=change.expiration)
-        self._waiting.append(copy)
-        if len(self._waiting) >= AT_ONCE:
+        self._waiting.append(upper.Copy.of(change))
+        if len(self._waiting) >= BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits. The source is always right, so its changes win whatever is there."""
+        """Write the collected changes. The source is authoritative: its changes win."""
         self._target.copy_many(self._waiting, force=True)
         self.written += len(self._waiting)
         self._waiting.clear()
 
     def empty(self, partition: int) -> int:
-        """Remove what the target has of a partition of the source; it stands at 0 then."""
+        """Delete from the target the keys of a partition of the source, and return its new position, 0."""
         self.flush()
         self._target.delete_many(self._keys_of(partition))
         return 0
 
     def _keys_of(self, partition: int) -> Iterable[bytes]:
-        keys: dict[bytes, None] = {}
-        for event in self._target.changes(until="now", keys_only=True):
-            if isinstance(event, upper.Mutation) and self._source.partition_of(event.key) == partition:
-                keys[event.key] = None
-        return keys
+        return (key for key in self._target.keys("") if self._source.partition_of(key) == partition)
 
 
 class Place(upper.Checkpoint):
@@ -66,7 +58,7 @@ class Place(upper.Checkpoint):
         super().save(positions)
 
 
-def follow(source: Bucket, target: Bucket, path: str, until: str | None = None) -> Replica:
+def follow(source: upper.Bucket, target: upper.Bucket, path: str, until: str | None = None) -> Replica:
     place = Place(path)
     place.replica = replica = Replica(source, target)
     feed = source.changes(

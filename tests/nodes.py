@@ -34,6 +34,7 @@ class Node:
         env: dict[str, str] | None = None,
         file_limit: int | None = None,
         open_files: int | None = None,
+        plain_clients: str = "partition-0",
     ) -> None:
         self.data = data
         self.options = options
@@ -42,6 +43,7 @@ class Node:
         self.env = env or {}
         self.file_limit = file_limit  # bytes; the disk refuses to make any file larger
         self.open_files = open_files  # that the process may have at a time
+        self.plain_clients = plain_clients  # test peers name partition 0 without having named another
         self.ready: dict[str, object] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -133,7 +135,8 @@ class Node:
     def _command(self) -> Sequence[str]:
         return (
             *(sys.executable, "-m", "upper", "serve", "--json", "--data", str(self.data)),
-            *("--port", str(self.port), "--partitions", str(self.partitions), *self.options),
+            *("--port", str(self.port), "--partitions", str(self.partitions)),
+            *("--plain-clients", self.plain_clients, *self.options),
         )
 
     def _limit(self) -> None:

@@ -15,7 +15,8 @@ import upper
 PUBLIC = [
     "__version__", "UpperError",
     "Partition", "BranchId", "Seqno", "Snapshot", "Position", "Version", "FailoverLog", "partition_of",
-    "connect", "aio", "Copy",
+    "connect", "aio", "Bucket", "Item", "Metadata", "Stored", "WriteCopies", "Promoted", "Copy",
+    "Feed", "Event", "Change",
     "Mutation", "Deletion", "Expiration", "Flush", "Rollback", "SnapshotEnd", "StateChange",
     "Positions", "Checkpoint",
 ]
@@ -35,7 +36,7 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 
 
 def test_type_checkers_and_the_interpreter_find_the_same_things() -> None:
-    """The imports under TYPE_CHECKING and the table of homes say the same twice; here they are compared."""
+    """The imports under TYPE_CHECKING and the table of modules must list the same names."""
     tree = ast.parse(Path(upper.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     typed = {
@@ -44,7 +45,7 @@ def test_type_checkers_and_the_interpreter_find_the_same_things() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert typed == upper._HOMES
+    assert typed == upper._MODULES
     assert set(typed) == set(upper.__all__)
 
 

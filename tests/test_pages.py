@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -80,3 +81,43 @@ def test_the_page_of_exit_codes_is_the_enum() -> None:
         r"^\| (\d+) \| (\w+) \|", (DOCS / "reference" / "exit-codes.md").read_text(), re.MULTILINE
     )
     assert {label: int(code) for code, label in rows} == {code.name: code.value for code in ExitCode}
+
+
+def test_the_walks_of_the_architecture_page_name_functions_that_exist_and_count_them() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    walks = re.findall(r"^### ([^\n]+): (\d+) calls$(.+?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(walks) == 4
+    for title, count, body in walks:
+        calls = re.findall(r"^(\d+)\. `([\w.]+)`: ", body, re.MULTILINE)
+        assert [int(number) for number, _ in calls] == list(range(1, int(count) + 1)), title
+        for _, call in calls:
+            resolve_name(f"upper.{call}")  # raises if there is no such function
+
+
+UNCLEAR = re.compile(
+    r"\b(nobody|somebody|whoever|(?:is|are|be|was|were) told|what there is|so many)\b"
+    r"|\b(hears?|heard|wish|wishes)\b",
+    re.IGNORECASE,
+)
+SOURCES = sorted(
+    path
+    for folder in ("src", "tools", "bench", "demo", "examples")
+    for path in (TOP / folder).rglob("*")
+    if path.suffix in (".py", ".pyx", ".pxi", ".c", ".h")
+)
+
+
+def test_pages_and_source_use_plain_words() -> None:
+    """The style guide lists words that make a sentence hard to read; programs send, receive and store."""
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in (*PAGES, *SOURCES)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if UNCLEAR.search(line)
+    ]
+    assert found == []
+
+
+def test_the_changelog_has_each_entry_once() -> None:
+    entries = re.findall(r"^- (.+(?:\n  .+)*)", (TOP / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert [entry for entry in entries if entries.count(entry) > 1] == []

@@ -1,8 +1,8 @@
-"""upper: a partitioned key-value server whose changes can be followed, left and taken up again.
+"""upper: a partitioned key-value store with resumable, rollback-aware change streams.
 
-This is the public surface, and the whole of it: what `__all__` lists stays, or changes with a line in
-the changelog; what it does not list may change at any time. Names are fetched from their rooms when they
-are first used, so that `import upper` costs nothing and needs nothing that is not installed.
+`__all__` is the public API: a name in it changes only with an entry in the changelog; any other name may
+change at any time. Names are loaded on first use, so `import upper` is fast and needs only what is
+installed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from upper import aio
-    from upper.client.bucket import connect
+    from upper.client.bucket import Bucket, connect
+    from upper.client.calls import Copy, Item, Metadata, Promoted, Stored, WriteCopies
     from upper.client.checkpoint import Checkpoint
-    from upper.client.commands import Copy
     from upper.client.events import (
+        Change,
         Deletion,
+        Event,
         Expiration,
         Flush,
         Mutation,
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         SnapshotEnd,
         StateChange,
     )
+    from upper.client.feed import Feed
     from upper.client.positions import Positions
     from upper.errors import UpperError
     from upper.model.values import (
@@ -38,11 +41,11 @@ if TYPE_CHECKING:
     )
     from upper.version import VERSION as __version__
 
-# name -> the module that has it, and its name there
-_HOMES = {
+# The module of each name, and its name there.
+_MODULES = {
     "__version__": ("upper.version", "VERSION"),
     "UpperError": ("upper.errors", "UpperError"),
-    # words
+    # values
     "Partition": ("upper.model.values", "Partition"),
     "BranchId": ("upper.model.values", "BranchId"),
     "Seqno": ("upper.model.values", "Seqno"),
@@ -51,11 +54,20 @@ _HOMES = {
     "Version": ("upper.model.values", "Version"),
     "FailoverLog": ("upper.model.values", "FailoverLog"),
     "partition_of": ("upper.model.values", "partition_of"),
-    # the bucket, for programs that block and for those that do not
+    # the bucket, blocking and with asyncio
     "connect": ("upper.client.bucket", "connect"),
     "aio": ("upper", "aio"),
-    "Copy": ("upper.client.commands", "Copy"),
-    # what a follower sees
+    "Bucket": ("upper.client.bucket", "Bucket"),
+    "Item": ("upper.client.calls", "Item"),
+    "Metadata": ("upper.client.calls", "Metadata"),
+    "Stored": ("upper.client.calls", "Stored"),
+    "WriteCopies": ("upper.client.calls", "WriteCopies"),
+    "Promoted": ("upper.client.calls", "Promoted"),
+    "Copy": ("upper.client.calls", "Copy"),
+    # events of a change stream
+    "Feed": ("upper.client.feed", "Feed"),
+    "Event": ("upper.client.events", "Event"),
+    "Change": ("upper.client.events", "Change"),
     "Mutation": ("upper.client.events", "Mutation"),
     "Deletion": ("upper.client.events", "Deletion"),
     "Expiration": ("upper.client.events", "Expiration"),
@@ -63,7 +75,7 @@ _HOMES = {
     "Rollback": ("upper.client.events", "Rollback"),
     "SnapshotEnd": ("upper.client.events", "SnapshotEnd"),
     "StateChange": ("upper.client.events", "StateChange"),
-    # where it stands
+    # positions
     "Positions": ("upper.client.positions", "Positions"),
     "Checkpoint": ("upper.client.checkpoint", "Checkpoint"),
 }
@@ -81,7 +93,16 @@ __all__ = [
     "partition_of",
     "connect",
     "aio",
+    "Bucket",
+    "Item",
+    "Metadata",
+    "Stored",
+    "WriteCopies",
+    "Promoted",
     "Copy",
+    "Feed",
+    "Event",
+    "Change",
     "Mutation",
     "Deletion",
     "Expiration",
@@ -94,17 +115,17 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker that saw this would believe in any name
+if not TYPE_CHECKING:  # with this function a type checker would accept any name
 
     def __getattr__(name: str) -> object:
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"upper has no public name {name!r}; its names are in upper.__all__")
-        module, there = _HOMES[name]
-        # A part of this package is a module of its own; asking the package for it would end up here again.
+        module, there = _MODULES[name]
+        # A submodule is imported by name; an attribute of the package would be looked up here again.
         value = (
             import_module(f"upper.{there}") if module == "upper" else getattr(import_module(module), there)
         )
-        globals()[name] = value  # asked once
+        globals()[name] = value
         return value
 
 

@@ -1,5 +1,7 @@
-"""The same bucket for programs that do not block: `async with upper.aio.connect(URL) as bucket`."""
+"""The asyncio API: `async with upper.aio.connect(URL) as bucket`."""
 
-from upper.client.asynchronous import Bucket, connect
+from upper.client.async_feed import AsyncFeed as Feed
+from upper.client.asynchronous import AsyncBucket as Bucket
+from upper.client.asynchronous import connect
 
-__all__ = ["Bucket", "connect"]
+__all__ = ["Bucket", "Feed", "connect"]

@@ -1,10 +1,9 @@
-"""The whole exception tree.
+"""The exception tree.
 
-Every error is one sentence that says what is wrong and what to do next, with the facts attached
-as attributes; handlers look at classes and attributes, never at the text. A class knows the status
-that it becomes on the wire and the exit code that it becomes in a shell.
+The message of an error is one sentence: the problem, then the remedy. Facts are attributes; handlers use
+classes and attributes, never the text. A class holds its status on the wire and its exit code in a shell.
 
-Nothing here imports anything of `upper`: any room may raise any of these.
+This module imports nothing of `upper`, so every package can raise these errors.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import ClassVar
 
 
 class UpperError(Exception):
-    """Something that a person or a peer can act on."""
+    """An error that a user or a peer can act on."""
 
-    status: ClassVar[int] = 0x84  # internal error
+    status: int = 0x84  # internal error
     exit_code: ClassVar[int] = 1
 
 
-# ── Bytes that are not what the protocol says ─────────────────────────────────────────────────────
+# ── Violations of the protocol ─────────────────────────────────────────────────────
 
 
 class ProtocolError(UpperError):
@@ -34,7 +33,7 @@ class ProtocolError(UpperError):
 
 
 class LocalProtocolError(ProtocolError):
-    """Our own side asked for something that the protocol cannot say."""
+    """This side asked for something that the protocol cannot express."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -60,30 +59,32 @@ class ReservedBits(RemoteProtocolError):
 
 
 class UnknownOpcode(RemoteProtocolError):
-    """No dialect spoken here has this opcode."""
+    """No supported dialect has this opcode."""
 
     status = 0x81
 
 
 class WrongDialect(RemoteProtocolError):
-    """A packet of one dialect on a connection that already speaks another."""
+    """A packet of one dialect on a connection that uses another."""
 
 
 class Truncated(RemoteProtocolError):
     """The bytes end inside a packet."""
 
 
-# ── What a server answers ─────────────────────────────────────────────────────────────────────────
+# ── Requests that a node rejects ─────────────────────────────────────────────────────────────────────────
 
 
 class Refused(UpperError):
-    """The node understood the request and said no. `status` is the code it answered."""
+    """The node rejected the request. `status` is the code of its response, `key` the key it is about."""
 
     exit_code = 4
+    key: bytes | None = None
 
 
 class KeyNotFound(Refused):
     status = 0x01
+    exit_code = 1  # the same for every verb: the question was answered, with no
 
 
 class KeyExists(Refused):
@@ -98,7 +99,7 @@ class ValueTooLarge(Refused):
 
 class InvalidArguments(Refused):
     status = 0x04
-    exit_code = 2  # whoever says so, a node or this side: it is the input that must change
+    exit_code = 2  # whether a node or this side detects it: the input must change
 
 
 class NotStored(Refused):
@@ -153,17 +154,74 @@ class TemporaryFailure(Refused):
     status = 0x86
 
 
+class UnknownCollection(Refused):
+    status = 0x88
+
+
+class UnknownScope(Refused):
+    status = 0x8C
+
+
+class UnknownStreamId(Refused):
+    status = 0x8D
+
+
+class InvalidDurability(Refused):
+    """There is no such durability level."""
+
+    status = 0xA0
+
+
+class DurabilityImpossible(Refused):
+    """Too few copies are in sync for the durability that a write requires; it was not made."""
+
+    status = 0xA1
+
+
+class DurabilityAmbiguous(Refused):
+    """A write was made, and too few copies confirmed it in time."""
+
+    status = 0xA3
+
+
+class SubdocumentError(Refused):
+    """A path cannot be read or edited; the status is the reason."""
+
+    status = 0xC0
+
+    def __init__(self, sentence: str, *, status: int) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
 # ── Reaching a server ─────────────────────────────────────────────────────────────────────────────
 
 
 class Unreachable(UpperError):
-    """No node answered, within the time given."""
+    """No node answered, within the time given. `sent`: a request was sent, and may have been performed."""
 
     exit_code = 3
+    sent = False
 
 
 class TimedOut(Unreachable):
-    """A node took longer than the caller was willing to wait."""
+    """A node took longer than the timeout of the caller."""
+
+
+class NotDurable(UpperError):
+    """A write has fewer copies than requested when the timeout ends, or a failover removed it (`lost`)."""
+
+    exit_code = 1  # the question was answered, with no
+
+    def __init__(self, sentence: str, *, persisted: int = 0, replicated: int = 0, lost: bool = False) -> None:
+        super().__init__(sentence)
+        self.persisted, self.replicated, self.lost = persisted, replicated, lost
+
+
+class BucketClosed(UpperError):
+    """A call on a bucket after `close`."""
+
+    exit_code = 2
 
 
 class BadUrl(UpperError):
@@ -180,11 +238,18 @@ class BadCheckpoint(UpperError):
 
 
 class RollbackRequired(UpperError):
-    """History branched behind a consumer that has state and no way to take it back."""
+    """History branched, and the consumer has state and no rollback handler."""
 
     def __init__(self, sentence: str, *, partition: int, to: int) -> None:
         super().__init__(sentence)
         self.partition, self.to = partition, to
+
+
+class ClusterError(UpperError):
+    """The cluster, its map or its agreement store cannot be used as asked."""
+
+    status = 0x86
+    exit_code = 4
 
 
 class StorageError(UpperError):
@@ -203,21 +268,21 @@ class DirectoryInUse(StorageError):
 
 
 class WrongVersion(StorageError):
-    """The directory was written by a version that this one does not understand."""
+    """The directory was written by a version that this one cannot read."""
 
 
 class NotWritable(StorageError):
-    """The disk refused a write (full, read-only, failing); reads go on."""
+    """The disk rejected a write (full, read-only, failing); reads still work."""
 
 
 class SeqnoExhausted(StorageError):
     """A partition has used its last seqno, 2^48 - 1."""
 
 
-# ── The machine around us ─────────────────────────────────────────────────────────────────────────
+# ── The environment ─────────────────────────────────────────────────────────────────────────
 
 
 class NotInstalled(UpperError):
-    """Something outside this package is needed, and absent or too old."""
+    """A package or program that is needed is absent or too old."""
 
     exit_code = 2

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from upper.client.bulk import change_schema
-from upper.client.positions import Known
-from upper.client.rules import Resume, Rollback, Trail, decide
+from upper.client.position_codec import ResumePoints
+from upper.client.rules import Resume, RollbackTo, Trail, decide
 from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno, Version
-from upper.spark.columns import signed
-from upper.spark.feed import Outlook
+from upper.pipeline.changes import signed
+from upper.pipeline.source import BucketState
 
 
 class Op(NamedTuple):
@@ -26,6 +26,7 @@ class Op(NamedTuple):
     key: bytes | None
     value: bytes | None
     cas: int
+    revision: int = 1
 
 
 @dataclass
@@ -104,14 +105,14 @@ class ModelBucket:
 
     # ── Feed ──────────────────────────────────────────────────────────────────────────────────────
 
-    def outlook(self) -> Outlook:
-        return Outlook(
+    def bucket_state(self) -> BucketState:
+        return BucketState(
             highs={Partition(p.id): p.high for p in self.partitions},
             logs={Partition(p.id): p.log for p in self.partitions},
         )
 
     def read(
-        self, starts: Mapping[Partition, Known], ends: Mapping[Partition, Seqno], *, whole: bool = True
+        self, starts: Mapping[Partition, ResumePoints], ends: Mapping[Partition, Seqno], *, whole: bool = True
     ) -> ModelReading:
         return ModelReading(self, starts)
 
@@ -120,9 +121,9 @@ class ModelBucket:
 
 
 class ModelReading:
-    def __init__(self, bucket: ModelBucket, starts: Mapping[Partition, Known]) -> None:
+    def __init__(self, bucket: ModelBucket, starts: Mapping[Partition, ResumePoints]) -> None:
         self._bucket, self._starts = bucket, starts
-        self.places: dict[Partition, Known] = {}
+        self.places: dict[Partition, ResumePoints] = {}
         self.rollbacks: dict[Partition, Seqno] = {}
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -139,7 +140,7 @@ class ModelReading:
             yield self._rows(held, [op for op in held.ops if op.seqno > stood.position.seqno])
             self._arrived(held)
 
-    def _refused(self, partition: Partition, start: Known, *, purged: Seqno) -> Seqno | None:
+    def _refused(self, partition: Partition, start: ResumePoints, *, purged: Seqno) -> Seqno | None:
         """None when the producer goes on from there, under any of the branches that the place lies on."""
         held = self._bucket.partitions[partition]
         to = None
@@ -147,11 +148,11 @@ class ModelReading:
             answer = decide(position, held.log, high=held.high, purged=purged)
             if isinstance(answer, Resume):
                 return None
-            assert isinstance(answer, Rollback)
+            assert isinstance(answer, RollbackTo)
             to = answer.to if to is None else max(to, answer.to)
         return to
 
-    def _stretch(self, partition: Partition, start: Known) -> Iterator[pa.RecordBatch]:
+    def _stretch(self, partition: Partition, start: ResumePoints) -> Iterator[pa.RecordBatch]:
         held = self._bucket.partitions[partition]
         to = self._refused(partition, start, purged=held.purged)
         if to is not None:
@@ -164,15 +165,15 @@ class ModelReading:
         self._arrived(held)
 
     def _arrived(self, held: ModelPartition) -> None:
-        self.places[Partition(held.id)] = Known(held.log, (held.high,) if held.high else ())
+        self.places[Partition(held.id)] = ResumePoints(held.log, (held.high,) if held.high else ())
 
     def _rows(self, held: ModelPartition, ops: list[Op]) -> pa.RecordBatch:
         branch = signed(held.log.branch)
         rows = [
             {
                 "partition": held.id, "seqno": op.seqno, "branch": branch, "operation": op.operation,
-                "key": op.key, "value": op.value, "revision": 1, "cas": op.cas, "flags": 0,
-                "expiration": 0, "lock_time": 0, "changed_at": op.cas * 1_000_000,
+                "key": op.key, "value": op.value, "revision": op.revision, "cas": op.cas, "flags": 0,
+                "expiration": 0, "lock_time": 0, "changed_at": op.cas * 1_000_000, "data_type": 0,
             }
             for op in ops
         ]  # fmt: skip

@@ -12,8 +12,10 @@ import pytest
 
 from tests.conftest import Run
 from upper.cli import main as frame
+from upper.cli.common import URL
 from upper.cli.output import ExitCode, Output
 from upper.errors import Corrupt, Refused, Unreachable, UpperError
+from upper.wire.codes import ALIASES, SCHEMES
 
 PIPELINE = {"pyspark", "pyarrow", "numpy", "pandas", "deltalake", "duckdb", "matplotlib"}
 HEAVY = PIPELINE | {"rich", "re2", "uvloop"}
@@ -58,9 +60,17 @@ def test_a_verb_is_whole(verb: str) -> None:
     frame.parser_of(verb, module).format_help()
 
 
-def test_help_names_every_verb(upper: Run) -> None:
+def test_help_names_every_verb_once(upper: Run) -> None:
     text = upper("--help").stdout
-    assert all(f"\n  {verb}" in text for verb in frame.VERBS)
+    assert all(text.count(f"\n  {verb} ") == 1 for verb in frame.VERBS)
+
+
+@pytest.mark.parametrize("verb", ["", *frame.VERBS])
+def test_help_fits_80_columns(verb: str, upper: Run) -> None:
+    shown = upper(*([verb] if verb else []), "--help", COLUMNS="80").stdout
+    text, _, examples = shown.partition("\nexamples:\n")
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert [line for line in examples.splitlines() if len(line) > 110] == [], "examples are not wrapped"
 
 
 def test_the_version_names_python_and_the_kernel(upper: Run) -> None:
@@ -102,7 +112,11 @@ def verb_that(raises: BaseException) -> ModuleType:
 @pytest.mark.parametrize(
     ("error", "code", "sentence"),
     [
-        (Unreachable("nobody answers at a:1; is it running?"), ExitCode.UNREACHABLE, "nobody answers at a:1"),
+        (
+            Unreachable("no node answers at a:1; is it running?"),
+            ExitCode.UNREACHABLE,
+            "no node answers at a:1",
+        ),
         (Refused("the node said no"), ExitCode.REFUSED, "the node said no"),
         (Corrupt("segment 3 is damaged"), ExitCode.CORRUPT, "segment 3 is damaged"),
         (UpperError("it did not work"), ExitCode.DIFFERENT, "it did not work"),
@@ -156,3 +170,10 @@ def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:
     os.close(writer)
     assert done.returncode == ExitCode.BROKEN_PIPE
     assert done.stderr == b""
+
+
+def test_every_scheme_is_recognised_as_a_url() -> None:
+    for scheme in (*SCHEMES, *ALIASES):
+        assert URL.match(f"{scheme}://a")
+        assert URL.match(f"{scheme}s://a")
+    assert not URL.match("etcd://a")

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
+import shutil
+import subprocess
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upper.cli.output import ExitCode, Output
+from upper.cli.output import ExitCode, Output, text_of
 from upper.model.values import Partition, Seqno, Snapshot, State
 
 
 @dataclass(frozen=True)
-class Finding:
+class Damage:
     partition: Partition
     what: str
     state: State = State.ACTIVE
 
 
 FINDINGS = [
-    Finding(Partition(3), "seqno 4 follows 7"),
-    Finding(Partition(512), "torn", State.REPLICA),
+    Damage(Partition(3), "seqno 4 follows 7"),
+    Damage(Partition(512), "torn", State.REPLICA),
 ]
 
 
@@ -55,7 +59,7 @@ def test_one_value_is_a_line_a_field() -> None:
     assert shown({"ok": True, "lost": None}) == "ok    yes\nlost  -\n"
 
 
-def test_nothing_is_said_in_words_and_is_no_line_of_json() -> None:
+def test_no_value_is_a_word_in_text_and_no_line_of_json() -> None:
     assert shown([], empty="sound") == "sound\n"
     assert shown([], as_json=True, empty="sound") == ""
 
@@ -65,11 +69,44 @@ def test_the_text_of_one_value_may_be_given() -> None:
     assert shown({"seqno": 7}, text="at 7", as_json=True) == '{"seqno": 7}\n'
 
 
-def test_bytes_are_text_where_they_can_be_and_hex_where_not() -> None:
+def test_bytes_are_text_in_json_if_they_are_utf_8_and_else_an_object_with_hex() -> None:
     assert json.loads(shown({"key": "ключ".encode(), "value": b"\xff\x00"}, as_json=True)) == {
         "key": "ключ",
-        "value": "ff00",
+        "value": {"hex": "ff00"},
     }
+
+
+def test_different_bytes_are_shown_as_different_text() -> None:
+    alike = [b"\xff\x00", b"ff00", b"\\xff\\x00", b"$'\\xff\\x00'", b"a\nb", b"a\\nb", "a\u2028b".encode()]
+    lines = [shown({"key": key}) for key in alike]
+    assert len(set(lines)) == len(alike)
+    assert lines[0] == "key  $'\\xff\\x00'\n"
+    assert lines[1] == "key  ff00\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@given(st.lists(st.binary(max_size=8) | st.text(max_size=8).map(str.encode), min_size=1, max_size=20))
+@settings(max_examples=20)
+def test_bash_reads_quoted_bytes_back(keys: list[bytes]) -> None:
+    wanted = [key.replace(b"\0", b"0") for key in keys]  # no argument of a program can hold a zero byte
+    words = [word if word.startswith("$'") else shlex.quote(word) for word in map(text_of, wanted)]
+    done = subprocess.run(
+        ["bash", "-c", "printf '%s\\0' " + " ".join(words)],
+        capture_output=True,
+        check=True,
+        env={"LC_ALL": "C.UTF-8"},
+        timeout=60,
+    )
+    assert done.stdout.split(b"\0")[:-1] == wanted
+
+
+def test_a_newline_leaves_the_other_letters_of_a_value_readable() -> None:
+    assert shown({"value": "первая\nвторая"}) == "value  $'первая\\nвторая'\n"
+
+
+def test_numbers_that_json_does_not_have_are_text() -> None:
+    line = shown({"a": float("inf"), "b": float("-inf"), "c": [float("nan")]}, as_json=True)
+    assert json.loads(line) == {"a": "Infinity", "b": "-Infinity", "c": ["NaN"]}
 
 
 def test_control_characters_in_a_value_do_not_reach_the_terminal() -> None:
@@ -108,7 +145,7 @@ def test_prose_is_for_people_only() -> None:
     assert (stdout.getvalue(), stderr.getvalue()) == ("", "one node is slow\n")
 
 
-def test_progress_is_silent_where_nobody_looks() -> None:
+def test_progress_is_silent_without_a_terminal() -> None:
     stdout, stderr = io.StringIO(), io.StringIO()
     with Output(stdout=stdout, stderr=stderr).progress("loading", total=2) as bar:
         bar.advance()

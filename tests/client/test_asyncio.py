@@ -15,11 +15,10 @@ import pytest
 import upper
 import upper.aio
 from tests.nodes import Node
-from upper.client.async_feed import Feed
 from upper.client.bucket import Bucket
 from upper.client.feed import Feed as BlockingFeed
 from upper.client.sockets import SILENCE
-from upper.errors import KeyNotFound, TimedOut, Unreachable
+from upper.errors import BucketClosed, KeyNotFound, NotInstalled, TimedOut, Unreachable
 from upper.model.values import Cas, Seqno
 
 
@@ -49,12 +48,14 @@ def test_every_public_call_of_one_bucket_is_one_of_the_other() -> None:
     awaited = {name for name in dir(upper.aio.Bucket) if not name.startswith("_")}
     assert blocking - awaited == set()
     feed = {name for name in dir(BlockingFeed) if not name.startswith("_")}
-    assert feed - {name for name in dir(Feed) if not name.startswith("_")} == {"close"}, "it is aclose there"
+    assert feed - {name for name in dir(upper.aio.Feed) if not name.startswith("_")} == {"close"}
     connects = (signature(upper.connect).parameters, signature(upper.aio.connect).parameters)
     assert list(connects[0]) == list(connects[1])
 
 
-def test_whoever_stops_waiting_for_the_next_change_misses_none(shared_node: Node, bucket: Bucket) -> None:
+def test_a_consumer_that_stops_waiting_for_the_next_change_misses_none(
+    shared_node: Node, bucket: Bucket
+) -> None:
     async def main() -> None:
         async with upper.aio.connect(shared_node.url) as it, it.changes(since="now") as feed:
             seen: list[bytes] = []
@@ -77,9 +78,7 @@ def test_whoever_stops_waiting_for_the_next_change_misses_none(shared_node: Node
     asyncio.run(main())
 
 
-def test_whoever_polls_with_short_timeouts_gets_there_on_one_connection(
-    shared_node: Node, bucket: Bucket
-) -> None:
+def test_polling_with_short_timeouts_uses_one_connection(shared_node: Node, bucket: Bucket) -> None:
     def connections() -> int:
         return sum(int(stats["total_connections"]) for stats in bucket.stats().values())
 
@@ -110,13 +109,13 @@ def test_both_drivers_notice_a_machine_that_is_gone_without_a_word(shared_node: 
     url = shared_node.url.replace("upr", "upr0")
     with upper.connect(url) as it, it.changes() as feed:
         next(feed)
-        (line,) = feed._lines.values()
+        (line,) = feed._connections.values()
         assert asked_after(line.socket) == SILENCE
 
     async def main() -> None:
         async with upper.aio.connect(url) as it, it.changes() as feed:
             await anext(feed)
-            (pipe,) = feed._pipes.values()
+            (pipe,) = feed._connections.values()
             assert asked_after(pipe.writer.get_extra_info("socket")) == SILENCE
 
     asyncio.run(main())
@@ -199,7 +198,7 @@ def test_a_rollback_may_be_awaited_and_a_checkpoint_is_kept(node: Node, tmp_path
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+@pytest.mark.parametrize("scheme", ["upr", "upr0", "dcp"])
 def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(node: Node, scheme: str) -> None:
     async def main() -> None:
         async with upper.aio.connect(node.url.replace("upr", scheme)) as it:
@@ -215,7 +214,7 @@ def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(node: Node, s
     asyncio.run(main())
 
 
-def test_time_runs_out_and_nobody_there_is_said(node: Node) -> None:
+def test_a_timeout_and_an_unreachable_node_are_different_errors(node: Node) -> None:
     async def main() -> None:
         async with upper.aio.connect(node.url, timeout=0.5) as it:
             node.stop()
@@ -240,3 +239,76 @@ def test_a_cancelled_call_leaves_nothing_behind_for_the_next(shared_node: Node, 
                 assert (await it.get("probe")).value == str(n).encode()
 
     asyncio.run(main())
+
+
+def test_the_calls_of_both_buckets_are_the_same_functions() -> None:
+    """What one bucket sends and returns cannot differ from the other: there is one description."""
+    own = {"changes", "changes_arrow", "close", "keys", "scan"}
+    calls = {name for name in dir(Bucket) if not name.startswith("_")} - own
+    for name in calls:
+        assert getattr(Bucket, name) is getattr(upper.aio.Bucket, name), name
+
+
+def test_concurrent_calls_are_in_flight_together_and_each_gets_its_own_response(shared_node: Node) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            await asyncio.gather(*(it.set(f"p{n}", str(n)) for n in range(2000)))
+            items = await asyncio.gather(*(it.get(f"p{n}") for n in range(2000)))
+            assert [item.value for item in items] == [b"%d" % n for n in range(2000)]
+            mixed = await asyncio.gather(
+                it.get("p1"), it.get("none"), it.stats(), it.get_many(["p2", "p3"]), return_exceptions=True
+            )
+            assert isinstance(mixed[0], upper.Item)
+            assert isinstance(mixed[1], KeyNotFound)
+            assert len(await it.get_many([f"p{n}" for n in range(2000)])) == 2000
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_call_does_not_disturb_the_others(shared_node: Node) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            await it.set("c", "1")
+            tasks = [asyncio.create_task(it.get("c")) for _ in range(50)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for task in tasks[::2]:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {item.value for item in outcomes[1::2] if isinstance(item, upper.Item)} == {b"1"}
+            assert (await it.get("c")).value == b"1"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("patience", [0.0, 0.3])
+def test_a_port_without_a_node_is_reported_as_unreachable_not_as_a_timeout(patience: float) -> None:
+    async def main() -> None:
+        await upper.aio.connect("upr://127.0.0.1:1", patience=patience)
+
+    with pytest.raises(Unreachable, match=r"cannot be reached \(Connection refused\)") as error:
+        asyncio.run(main())
+    assert not isinstance(error.value, TimedOut)
+
+
+def test_a_closed_bucket_raises_instead_of_reconnecting(shared_node: Node) -> None:
+    bucket = upper.connect(shared_node.url)
+    bucket.close()
+    with pytest.raises(BucketClosed, match="connect again"):
+        bucket.get("a")
+
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            pass
+        with pytest.raises(BucketClosed, match="connect again"):
+            await it.get("a")
+
+    asyncio.run(main())
+
+
+def test_without_arrow_the_error_names_what_to_install(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("upper.client.bulk.find_spec", lambda name: None)
+    with pytest.raises(NotInstalled, match=r"pip install 'upper-kv\[arrow\]'"):
+        bucket.changes_arrow()

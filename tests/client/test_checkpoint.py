@@ -6,13 +6,15 @@ import json
 import os
 import stat
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.client.checkpoint import Checkpoint, Store, from_bytes, to_bytes
-from upper.client.positions import MOST_ENDS, Known, Positions
+from upper.client.position_codec import MAX_ENDS, ResumePoints, decode, encode, pack, unpack
+from upper.client.positions import Positions
 from upper.errors import BadCheckpoint
 from upper.history.trail import Trail
 from upper.model.values import START, BranchId, FailoverLog, Partition, Position, Seqno, Snapshot, Version
@@ -21,12 +23,12 @@ BIG = 2**64 - 1
 
 
 @st.composite
-def knowns(draw: st.DrawFn) -> Known:
+def knowns(draw: st.DrawFn) -> ResumePoints:
     begins = sorted(draw(st.lists(st.integers(0, 2**48 - 1), min_size=1, max_size=25)), reverse=True)
     branches = draw(st.lists(st.integers(1, BIG), min_size=len(begins), max_size=len(begins), unique=True))
     versions = (Version(BranchId(b), Seqno(s)) for b, s in zip(branches, begins, strict=True))
     ends = sorted(draw(st.sets(st.integers(1, 2**48 - 1), max_size=20)))
-    return Known(FailoverLog(tuple(versions)), tuple(Seqno(end) for end in ends))
+    return ResumePoints(FailoverLog(tuple(versions)), tuple(Seqno(end) for end in ends))
 
 
 positions = st.dictionaries(st.integers(0, 1023).map(Partition), knowns(), max_size=4).map(
@@ -36,7 +38,7 @@ positions = st.dictionaries(st.integers(0, 1023).map(Partition), knowns(), max_s
 
 def some() -> Positions:
     log = FailoverLog((Version(BranchId(BIG), Seqno(7)), Version(BranchId(3), Seqno(0))))
-    return Positions({Partition(5): Known(log, (Seqno(4), Seqno(9)))}, bucket="default", of=16)
+    return Positions({Partition(5): ResumePoints(log, (Seqno(4), Seqno(9)))}, bucket="default", of=16)
 
 
 @given(positions)
@@ -46,7 +48,58 @@ def test_what_is_saved_comes_back(saved: Positions) -> None:
 
 
 def test_numbers_travel_as_text() -> None:
-    assert f'"{BIG}"' in json.dumps(some().to_json())
+    assert some().to_json()["partitions"] == {"5": f"4+5 {BIG}@7 3@0"}
+
+
+def test_checkpoints_of_version_1_are_still_read() -> None:
+    log = [[str(BIG), "7"], ["3", "0"]]
+    old = {
+        "format": "upper.positions",
+        "version": 1,
+        "bucket": "default",
+        "of": 16,
+        "partitions": {"5": {"log": log, "ends": ["4", "9"]}},
+    }
+    assert Positions.from_json(old) == some()
+
+
+@given(positions, positions)
+def test_a_difference_applied_to_its_base_gives_the_new_positions(old: Positions, new: Positions) -> None:
+    base = {p: old.known(p) for p in old}
+    whole = base | {p: new.known(p) for p in new}
+    difference = encode(whole, base=base)
+    assert decode(difference, base=base) == whole
+    assert decode(unpack(pack(difference)), base=base) == whole
+    assert set(difference) == {str(p) for p in whole if whole[p] != base.get(p)}
+
+
+def test_a_partition_without_its_log_differs_from_one_that_kept_it() -> None:
+    base = {p: some().known(p) for p in some()}
+    nothing = {Partition(5): ResumePoints()}
+    assert decode(encode(nothing, base=base), base=base) == nothing
+
+
+def test_1024_positions_pack_into_25_kilobytes_and_a_difference_into_9() -> None:
+    draw = Random(1)
+    logs = [FailoverLog((Version(BranchId(draw.getrandbits(64)), Seqno(0)),)) for _ in range(1024)]
+    here = {Partition(p): ResumePoints(log, (Seqno(draw.randrange(1, 10**7)),)) for p, log in enumerate(logs)}
+    later = {p: ResumePoints(at.log, (Seqno(at.ends[0] + draw.randrange(1, 999)),)) for p, at in here.items()}
+    assert len(pack(encode(here))) < 25_000
+    assert len(pack(encode(later, base=here))) < 9_000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "1 2", "1 2@", "5+0 1@0", "1@0", "0 0@0 ", f"{2**48} 1@0", "-1 1@0", 7]
+)
+def test_text_that_is_no_position_is_rejected(text: object) -> None:
+    with pytest.raises(ValueError):
+        decode({"1": text})
+
+
+@pytest.mark.parametrize("text", ["", "*", "eJw=", pack({"1": "0"})[:-4]])
+def test_packed_text_that_is_damaged_is_rejected_without_the_decoders_jargon(text: str) -> None:
+    with pytest.raises(ValueError, match="cut off or damaged"):
+        unpack(text)
 
 
 def test_a_position_is_the_newest_end_under_the_newest_branch() -> None:
@@ -61,15 +114,15 @@ def test_a_place_inside_a_snapshot_is_not_kept() -> None:
 
 
 def test_a_seqno_without_a_branch_means_nothing() -> None:
-    with pytest.raises(ValueError, match="without its branch"):
+    with pytest.raises(ValueError, match="seqno 5 has no branch"):
         Positions({Partition(0): Position.at(BranchId(0), Seqno(5))})
 
 
 def test_what_is_saved_of_a_long_trail_is_bounded_and_ends_where_it_ends() -> None:
     log = FailoverLog((Version(BranchId(1), Seqno(0)),))
     trail = Trail(log, [Seqno(n) for n in range(1, 100)])
-    known = Known.of(trail)
-    assert len(known.ends) <= MOST_ENDS
+    known = ResumePoints.of(trail)
+    assert len(known.ends) <= MAX_ENDS
     assert known.position == Position.at(BranchId(1), Seqno(99))
 
 
@@ -98,6 +151,16 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path) -> None:
     assert checkpoint.load() == Positions({})
 
 
+def test_a_link_prepared_beside_the_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("precious")
+    (tmp_path / "here.json.new").symlink_to(other)
+    checkpoint = Checkpoint(tmp_path / "here.json")
+    checkpoint.save(some())
+    assert checkpoint.load() == some()
+    assert other.read_text() == "precious"
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> None:
     tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
@@ -106,7 +169,7 @@ def test_a_directory_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> 
 
 
 def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match=r"cannot be written .* the last one saved still stands"):
+    with pytest.raises(BadCheckpoint, match=r"cannot be written .* the last checkpoint saved is intact"):
         Checkpoint(tmp_path / "no" / "x").save(some())
 
 
@@ -157,16 +220,18 @@ def test_something_else_is_a_clear_error(tmp_path: Path, content: bytes, sentenc
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"version": 2}, "version 2 .* only version 1"),
-        ({"version": None}, "only version 1"),
-        ({"format": "other"}, "not the positions of a follower"),
+        ({"version": 3}, "version 3 .* only up to 2"),
+        ({"version": None}, "only up to 2"),
+        ({"format": "other"}, "not the positions of a consumer"),
         ({"partitions": None}, "damaged"),
-        ({"partitions": {"x": {}}}, "damaged"),
-        ({"partitions": {"99": {"log": [["1", "0"]], "ends": ["1"]}}}, "no partition 99"),
-        ({"partitions": {"1": {"log": [["1", "0"]], "ends": ["5", "4"]}}}, "damaged"),
-        ({"partitions": {"1": {"log": [["1", 0]], "ends": []}}}, "written as text"),
-        ({"partitions": {"1": {"log": [["1"]], "ends": []}}}, "not a branch and a seqno"),
-        ({"partitions": {"1": {"log": [], "ends": ["4"]}}}, "damaged"),
+        ({"partitions": {"x": "0"}}, "damaged"),
+        ({"partitions": {"99": "1 1@0"}}, "no partition 99"),
+        ({"partitions": {"1": "5+0 1@0"}}, "damaged"),
+        ({"partitions": {"1": 5}}, "not a position"),
+        ({"partitions": {"1": "4"}}, "damaged"),
+        ({"version": 1, "partitions": {"1": {"log": [["1", 0]], "ends": []}}}, "not a position"),
+        ({"version": 1, "partitions": {"1": {"log": [["1"]], "ends": []}}}, "not a branch and a seqno"),
+        ({"version": 1, "partitions": {"1": {"log": [], "ends": ["4"]}}}, "damaged"),
         ({"bucket": 5}, "damaged"),
     ],
 )
@@ -177,7 +242,8 @@ def test_a_foreign_or_future_one_is_a_clear_error(change: dict[str, object], sen
 
 def test_newer_places_replace_older_ones_and_leave_the_others() -> None:
     log = FailoverLog((Version(BranchId(1), Seqno(0)),))
-    old = Positions({Partition(1): Known(log, (Seqno(1),)), Partition(2): Known(log, (Seqno(2),))}, of=4)
-    new = old.updated(Positions({Partition(2): Known(log, (Seqno(2), Seqno(5)))}))
+    one, two = ResumePoints(log, (Seqno(1),)), ResumePoints(log, (Seqno(2),))
+    old = Positions({Partition(1): one, Partition(2): two}, of=4)
+    new = old.updated(Positions({Partition(2): ResumePoints(log, (Seqno(2), Seqno(5)))}))
     assert {p: new[p].seqno for p in new} == {1: 1, 2: 5}
     assert new.of == 4

@@ -52,6 +52,16 @@ def test_after_an_interrupted_wait_it_connects_again_and_has_missed_nothing(buck
         assert feed.reconnects == 2
 
 
+def test_an_interruption_is_not_reported_as_a_lost_connection(
+    bucket: Bucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="upper"), bucket.changes(since="now") as feed:
+        interrupted(feed)
+        bucket.set("a", "1")
+        assert next(feed).operation == "mutation"
+    assert [record.message for record in caplog.records] == []
+
+
 def test_interrupted_while_it_tries_to_connect_it_goes_on_trying(node: Node) -> None:
     with upper.connect(node.url) as bucket, bucket.changes() as feed:
         bucket.set("a", "1")
@@ -129,13 +139,13 @@ def ends(feed: Feed[Any], *, within: float = 30) -> list[Any]:
     stuck = threading.Timer(within, feed.close)
     stuck.start()
     items = list(feed)
-    assert stuck.is_alive(), "nobody writes anything, and it waits all the same"
+    assert stuck.is_alive(), "no write comes, and it waits nevertheless"
     stuck.cancel()
     return items
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+@pytest.mark.parametrize("scheme", ["upr", "upr0", "dcp"])
 def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(
     node: Node, scheme: str, bulk: bool
 ) -> None:
@@ -148,7 +158,7 @@ def test_now_is_reached_also_when_a_failover_takes_some_of_it_back(
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-@pytest.mark.parametrize("scheme", ["upr", "upr0"])
+@pytest.mark.parametrize("scheme", ["upr", "upr0", "dcp"])
 def test_now_is_reached_through_failovers_inside_a_snapshot_and_the_place_is_kept(
     node: Node, tmp_path: Path, scheme: str, bulk: bool
 ) -> None:
@@ -184,6 +194,27 @@ def test_a_dump_ends_also_when_a_failover_takes_some_of_it_back(node: Node) -> N
             elif isinstance(event, upper.Mutation):
                 left.add(event.key)
         assert {key for key in left if bucket.partition_of(key) == 2} == set()
+
+
+@pytest.mark.parametrize("name", ["", "mirror"])
+def test_only_an_application_with_a_name_of_its_own_may_have_something_to_flush(
+    node: Node, name: str
+) -> None:
+    with upper.connect(node.url.replace("upr", "tap")) as bucket:
+        bucket.set("k", "v")
+        partition = bucket.partition_of("k")
+        flushed = []
+        with bucket.changes(name=name) as feed:
+            for event in feed:
+                if isinstance(event, upper.Mutation):
+                    break
+                assert isinstance(event, upper.Flush)
+                flushed.append(event.partition)
+            assert flushed == (list(range(node.partitions)) if name else [])
+            bucket.promote(partition, to=0)
+            event = next(feed)
+            assert isinstance(event, upper.Flush)
+            assert event.partition == partition
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from examples.audit import AuditLog
 from examples.audit import main as audit
 from examples.cache import Cache
+from examples.cache_asyncio import AsyncCache
 from examples.index import Index
 from examples.index import main as index
 from examples.replica import main as replica
@@ -62,6 +64,32 @@ def test_a_cache_never_serves_what_has_changed(node: Node) -> None:
             node.restart()
             bucket.set("user:1", "Cleo")
             eventually(lambda: cache.get("user:1") == b"Cleo")
+
+
+def test_a_cache_of_an_asyncio_program_is_invalidated_by_the_bucket(node: Node) -> None:
+    async def use() -> None:
+        with upper.connect(node.url) as bucket:
+            bucket.set("user:1", "Ann")
+            async with AsyncCache(node.url) as cache:
+
+                async def dropped(count: int) -> None:
+                    await asyncio.to_thread(eventually, lambda: cache.dropped >= count)
+
+                assert [await cache.get("user:1") for _ in range(3)] == [b"Ann"] * 3
+                assert (cache.hits, cache.misses) == (2, 1)
+                await asyncio.to_thread(bucket.set, "user:1", "Bob")
+                await dropped(1)
+                assert await cache.get("user:1") == b"Bob"
+                await asyncio.to_thread(bucket.promote, bucket.partition_of("user:1"))
+                await dropped(2)
+                assert await cache.get("user:1") == b"Bob"
+                await asyncio.to_thread(node.kill)
+                await asyncio.to_thread(node.restart)
+                await asyncio.to_thread(bucket.set, "user:1", "Cleo")
+                await dropped(3)
+                assert await cache.get("user:1") == b"Cleo"
+
+    asyncio.run(use())
 
 
 # ── Index ─────────────────────────────────────────────────────────────────────────────────────────
@@ -150,9 +178,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     ]
 
 
-def test_an_audit_log_misses_nothing_and_repeats_nothing_whoever_is_killed(
-    node: Node, tmp_path: Path
-) -> None:
+def test_an_audit_log_misses_nothing_and_repeats_nothing_across_kills(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     words = [sys.executable, "examples/audit.py", node.url, str(path)]
     with upper.connect(node.url, timeout=30) as bucket:
@@ -175,7 +201,7 @@ def test_an_audit_log_misses_nothing_and_repeats_nothing_whoever_is_killed(
         assert sum(bucket.seqnos().values()) == written
 
 
-def test_an_audit_log_tells_what_is_no_longer_true(node: Node, tmp_path: Path) -> None:
+def test_an_audit_log_records_what_is_undone(node: Node, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     with upper.connect(node.url) as bucket:
         key = key_in(bucket, 1)

@@ -7,20 +7,22 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from upper.client.bulk import Columns
+from upper.client.bulk import ColumnDecoder
 from upper.client.events import Rollback
 from upper.client.follow import Follower
-from upper.client.lane import Lane, Stage
-from upper.client.plan import Plan, Wanted
-from upper.client.positions import Known, Positions
-from upper.client.reader import Reader, Typed
+from upper.client.partition_consumer import PartitionConsumer
+from upper.client.plan import ChangesRequest, Plan
+from upper.client.position_codec import ResumePoints
+from upper.client.positions import Positions
+from upper.client.reader import EventDecoder, Reader
 from upper.client.routes import Routes
-from upper.client.url import Node
+from upper.client.url import NodeAddress
+from upper.history.following import Following
 from upper.model.messages import (
     FailoverLogAnswer,
     Message,
-    Mutation,
-    SnapshotEnd,
+    MutationMessage,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamAccepted,
     StreamStart,
@@ -28,14 +30,14 @@ from upper.model.messages import (
 from upper.model.values import BranchId, FailoverLog, Partition, Seqno, Version
 from upper.wire.upr import UPR
 
-NODE = Node("node0")
+NODE = NodeAddress("node0")
 P, Q = Partition(0), Partition(1)
 OLD = FailoverLog((Version(BranchId(10), Seqno(0)),))
 NEW = FailoverLog((Version(BranchId(20), Seqno(9)), *OLD.versions))
 
 
-def change(partition: Partition, seqno: int) -> Mutation:
-    return Mutation(key=b"k", value=b"v", seqno=Seqno(seqno), partition=partition, opaque=partition)
+def change(partition: Partition, seqno: int) -> MutationMessage:
+    return MutationMessage(key=b"k", value=b"v", seqno=Seqno(seqno), partition=partition, opaque=partition)
 
 
 def begin(partition: Partition, log: FailoverLog) -> list[Message]:
@@ -66,17 +68,19 @@ def taken(reader: Reader[Any], *messages: Message) -> list[Any]:
 
 def cut_inside_a_snapshot(bulk: bool) -> tuple[Follower, Reader[Any]]:
     """A follower that was cut off at 5, inside a snapshot that began after 3, and is connected again."""
-    lanes = [Lane(partition, Known(OLD, (Seqno(3),))) for partition in (P, Q)]
+    consumers = [PartitionConsumer(partition, ResumePoints(OLD, (Seqno(3),))) for partition in (P, Q)]
     routes = Routes(nodes=(NODE,), owners=(0, 0), revision=1)
-    follower = Follower(lanes, routes, dialect=UPR, random=lambda: 0.5)
+    follower = Follower(consumers, routes, dialect=UPR, random=lambda: 0.5)
     plan = Plan(follower, Positions({}, of=2))
-    wanted = Wanted(on_rollback="continue")
-    reader: Reader[Any] = Reader(plan, wanted, Columns(follower) if bulk else Typed(plan))
+    wanted = ChangesRequest(on_rollback="continue")
+    reader: Reader[Any] = Reader(
+        plan, wanted, ColumnDecoder(follower) if bulk else EventDecoder(plan.follower)
+    )
     follower.opened(NODE, 0.0)
     assert places(taken(reader, *begin(P, OLD), change(P, 5))) == [(0, 5)]
     follower.failed(NODE, 1.0, "cut")
     follower.opened(NODE, 2.0)
-    assert [lane.stage for lane in lanes] == [Stage.LOG, Stage.ASKING]
+    assert [consumer.stream.phase for consumer in consumers] == [Following.LOG, Following.ASKING]
     return follower, reader
 
 
@@ -94,14 +98,14 @@ def test_nothing_that_follows_a_claim_that_did_not_hold_is_delivered_and_nothing
         *begin(P, NEW),
         change(P, 7),
         change(Q, 6),
-        SnapshotEnd(partition=P, opaque=P),
+        SnapshotEndMessage(partition=P, opaque=P),
     )
     assert places(items) == [(1, 4)]
     (rollback,) = [item for item in items if isinstance(item, Rollback)]
     assert (rollback.to, rollback.lost, rollback.branch) == (3, (3, 5), 20)
     assert items[-1] is rollback
-    assert follower.wires == {}, "only a new connection is free of what was still to come"
+    assert follower.connections == {}, "only a new connection is free of what was still to come"
     assert follower.to_close() == [NODE]
-    ours, other = follower.lanes.values()
-    assert (ours.stage, ours.stream.seqno, ours.known.ends) == (Stage.BACK, 3, (3,))
-    assert (other.stage, other.stream.seqno, other.known.ends) == (Stage.RESTING, 4, (3,))
+    ours, other = follower.consumers.values()
+    assert (ours.stream.phase, ours.stream.seqno, ours.known.ends) == (Following.BACK, 3, (3,))
+    assert (other.stream.phase, other.stream.seqno, other.known.ends) == (Following.AWAY, 4, (3,))

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import upper
 from tests.nodes import Node
-from upper.client.bucket import AT_ONCE, HEAVY, Bucket, portions
-from upper.client.commands import Copy
+from upper.client.bucket import Bucket
+from upper.client.calls import Copy
+from upper.client.commands import portions
+from upper.client.copies import MAX_IN_FLIGHT, MAX_REQUESTS
 from upper.errors import (
     InvalidArguments,
     KeyExists,
@@ -37,7 +39,7 @@ def test_what_is_stored_comes_back_with_its_flags(bucket: Bucket) -> None:
     assert (item.value, item.flags, item.cas) == (b"\x00\xff", 7, stored.cas)
 
 
-def test_a_write_tells_where_it_stands_in_the_history(bucket: Bucket) -> None:
+def test_a_write_returns_its_place_in_the_history(bucket: Bucket) -> None:
     stored = bucket.set("a", "x")
     partition = bucket.partition_of("a")
     assert stored.seqno == bucket.seqnos()[partition]
@@ -97,7 +99,7 @@ def test_many_are_pipelined_and_missing_ones_are_left_out(bucket: Bucket) -> Non
     assert len(stored) == 10_000
     found = bucket.get_many([*(f"k{n}" for n in range(10_000)), "none"])
     assert len(found) == 10_000
-    assert found[b"k77"].value == b"v77"
+    assert found["k77"].value == b"v77"
     assert bucket.delete_many(["k1", "k2", "none"]) == 2
     assert len(bucket.get_many(["k1", "k2", "k3"])) == 1
 
@@ -109,12 +111,12 @@ def test_large_values_in_bulk_do_not_stop_either_side(bucket: Bucket) -> None:
     assert sum(len(item.value) for item in found.values()) == 40 * 512 * 1024
 
 
-@given(st.lists(st.integers(0, 3 * HEAVY), max_size=50), st.integers(0, 9000))
+@given(st.lists(st.integers(0, 3 * MAX_IN_FLIGHT), max_size=50), st.integers(0, 9000))
 def test_portions_keep_the_order_and_are_neither_too_many_nor_too_heavy(sizes: list[int], more: int) -> None:
     items = sizes + [1] * more
     cut = list(portions(items, lambda size: size))
     assert [size for some in cut for size in some] == items
-    assert all(len(some) <= AT_ONCE and sum(some[:-1]) < HEAVY for some in cut)
+    assert all(len(some) <= MAX_REQUESTS and sum(some[:-1]) < MAX_IN_FLIGHT for some in cut)
 
 
 def test_counters_count(bucket: Bucket) -> None:
@@ -199,7 +201,7 @@ def test_a_call_waits_for_a_node_that_comes_back_in_time(node: Node) -> None:
         assert bucket.get("a").value == b"1"
 
 
-def test_an_answer_that_comes_after_ctrl_c_is_nobody_elses(node: Node) -> None:
+def test_an_answer_that_comes_after_ctrl_c_reaches_no_other_call(node: Node) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -222,7 +224,7 @@ def test_an_answer_that_comes_after_ctrl_c_is_nobody_elses(node: Node) -> None:
         assert found == [b"of b"]
 
 
-def test_nobody_there_is_said_at_once() -> None:
+def test_a_closed_port_is_reported_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     began = time.monotonic()
@@ -238,14 +240,14 @@ def test_the_second_host_is_tried_where_the_first_is_gone(shared_node: Node) -> 
         assert bucket.partitions == 16
 
 
-def test_somebody_silent_is_given_up_in_time() -> None:
+def test_a_silent_peer_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(TimedOut, match="said nothing"):
+        with pytest.raises(TimedOut, match="did not respond"):
             upper.connect(f"upr://127.0.0.1:{port}", timeout=0.3)
 
 
-def test_somebody_else_is_recognised() -> None:
+def test_a_server_of_another_protocol_is_recognised() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
 

@@ -109,7 +109,7 @@ def test_a_node_that_cannot_prove_itself_is_not_trusted() -> None:
 def test_a_challenge_that_makes_no_sense_is_not_answered(lie: bytes) -> None:
     node = Node("SCRAM-SHA-256")
     node.tamper = lambda data: lie if data.startswith(b"r=") else data
-    with pytest.raises(AuthenticationFailed, match="not to be trusted"):
+    with pytest.raises(AuthenticationFailed, match="do not trust this node"):
         sign_in(node)
 
 
@@ -118,7 +118,7 @@ def test_unknown_ways_in_are_named() -> None:
         sign_in(Node("CRAM-MD5"))
 
 
-def test_without_a_user_nobody_signs_in() -> None:
+def test_without_a_user_there_is_no_login() -> None:
     node = Node("PLAIN", hello=Status.UNKNOWN_COMMAND)
     sign_in(node, user=None)
     assert node.used == ""

@@ -1,4 +1,4 @@
-"""What a person is told when a verb cannot do its work: one sentence, what to do, and no word of the wire."""
+"""The message of a verb that cannot do its work: one sentence, with the remedy, and no term of the wire."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.nodes import Node
 from tests.server.certificate import made as certificate_in
 from upper.cli.main import main
 from upper.client.bucket import Bucket
+from upper.errors import InvalidArguments
 from upper.server.auth import Role, User, Users, save_users
 
 JARGON = re.compile(
@@ -46,7 +47,7 @@ class Told:
         assert said.startswith("upper: ")
         assert said.count("\n") == 1, said
         sentence = said.removeprefix("upper: ").strip()
-        assert not JARGON.search(re.sub(r"'.*?'|/\S+|\w+://\S+", "", sentence)), sentence
+        assert not JARGON.search(re.sub(r"'.*?'|/\S+|\w+://\S+|UPPER_\w+", "", sentence)), sentence
         return sentence
 
 
@@ -74,7 +75,9 @@ def as_user(node: Node, user: str) -> str:
 @pytest.mark.parametrize(
     ("verbs", "role"), [(READING, "read"), (WRITING, "write"), (FOLLOWING, "stream"), (RULING, "admin")]
 )
-def test_who_lacks_a_role_is_told_which(guarded: Node, told: Told, verbs: dict[str, Verb], role: str) -> None:
+def test_a_user_without_a_role_gets_its_name(
+    guarded: Node, told: Told, verbs: dict[str, Verb], role: str
+) -> None:
     for verb, words in verbs.items():
         assert main([verb, as_user(guarded, role), *words]) <= 1, "who has it needs no other"
         for other in {"read", "write", "stream", "admin"} - {role}:
@@ -82,12 +85,13 @@ def test_who_lacks_a_role_is_told_which(guarded: Node, told: Told, verbs: dict[s
             assert re.search(rf"needs? the role .*\b({role}|stream)\b.*; ask an administrator", sentence)
 
 
-def test_who_has_no_name_or_a_wrong_one_is_told_where_to_write_it(guarded: Node, told: Told) -> None:
+def test_a_missing_or_wrong_login_gets_the_place_to_set_it(guarded: Node, told: Told) -> None:
     place = f"127.0.0.1:{guarded.port}/default"
     for verb, words in ALL.items():
-        assert "USER:PASSWORD@" in told(verb, f"upr://{place}", *words, code=4)
-    for who in ("read", "read:x", "nobody:p"):
-        assert "USER:PASSWORD@" in told("get", f"upr://{who}@{place}", "a", code=4)
+        assert "//USER@" in told(verb, f"upr://{place}", *words, code=4)
+    for who in ("read:x", "nobody:p"):
+        assert "//USER@" in told("get", f"upr://{who}@{place}", "a", code=4)
+    assert "--password-file" in told("get", f"upr://read@{place}", "a", code=4)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_who_has_no_name_or_a_wrong_one_is_told_where_to_write_it(guarded: Node,
         ("{here}/other", 4, "check the end of the URL"),
     ],
 )
-def test_a_wrong_address_is_told(
+def test_a_wrong_address_gets_a_message(
     shared_node: Node, bucket: Bucket, told: Told, end: str, code: int, advice: str
 ) -> None:
     url = "upr://" + end.format(here=f"127.0.0.1:{shared_node.port}")
@@ -109,7 +113,7 @@ def test_a_wrong_address_is_told(
 @pytest.mark.parametrize(
     ("answer", "advice"), [(b"HTTP/1.1 400 No\r\n\r\n" + bytes(40), "port"), (b"", "TLS")]
 )
-def test_what_is_not_a_node_is_told(told: Told, answer: bytes, advice: str) -> None:
+def test_a_server_that_is_no_node_gets_a_message(told: Told, answer: bytes, advice: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def meet() -> None:
@@ -127,7 +131,9 @@ def test_what_is_not_a_node_is_told(told: Told, answer: bytes, advice: str) -> N
         thread.join()
 
 
-def test_a_mismatch_of_tls_is_told(tmp_path: Path, shared_node: Node, bucket: Bucket, told: Told) -> None:
+def test_a_mismatch_of_tls_gets_a_message(
+    tmp_path: Path, shared_node: Node, bucket: Bucket, told: Told
+) -> None:
     certificate, key = certificate_in(tmp_path)
     with Node(tmp_path / "data", "--tls-cert", str(certificate), "--tls-key", str(key)) as node:
         here = f"127.0.0.1:{node.port}/default"
@@ -138,14 +144,20 @@ def test_a_mismatch_of_tls_is_told(tmp_path: Path, shared_node: Node, bucket: Bu
     assert "leave tls=on out" in told("get", f"uprs://127.0.0.1:{shared_node.port}/default", "a", code=3)
 
 
-def test_what_cannot_be_meant_is_told(shared_node: Node, bucket: Bucket, told: Told, tmp_path: Path) -> None:
+def test_invalid_arguments_get_a_message(
+    shared_node: Node, bucket: Bucket, told: Told, tmp_path: Path
+) -> None:
     url = shared_node.url
     assert "they are 0 to 15" in told("promote", url, "-p", "16", code=2)
     assert "they are 0 to 15" in told("failover-log", url, "-p", "16", code=2)
     assert "from 0 to 15" in told("tail", url, "--partitions", "16", code=2)
     assert "from 0 to 15" in told("stats", url, "vbucket-details", "16", code=2)
-    assert "there are memory" in told("stats", url, "nothing", code=4)
-    assert "--initial" in told("incr", url, "none", code=4)
+    for wrong in ("foo", "mutation,foo"):
+        assert "no operation 'foo'; use some of mutation" in told("tail", url, "--operations", wrong, code=2)
+    with pytest.raises(InvalidArguments, match="operations is empty; use some of mutation"):
+        bucket.changes(operations=[])
+    assert "there are memory" in told("stats", url, "nothing", code=2)
+    assert "--initial" in told("incr", url, "none", code=1)
     assert "at most 250 bytes" in told("get", url, "k" * 251, code=2)
     assert "needs a key" in told("set", url, "", "v", code=2)
     bucket.set("text", "text")
@@ -155,7 +167,7 @@ def test_what_cannot_be_meant_is_told(shared_node: Node, bucket: Bucket, told: T
     for path, advice in (
         ("/dev/full", "name another"),
         (tmp_path, "name another"),
-        (tmp_path / "none" / "place", "make "),
+        (tmp_path / "none" / "place", "create "),
         (Path(__file__), "start over"),
     ):
         assert advice in told("tail", url, "--until", "now", "--checkpoint", path, code=2)

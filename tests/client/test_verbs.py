@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.nodes import Node
+from tests.server.peers import Peer
+from upper.cli.load_generator import LoadSettings, operations
 from upper.client.bucket import Bucket
-from upper.client.load import LoadSettings, operations
+from upper.wire.codes import Opcode
 
 
 def run(*words: str, code: int = 0, stdin: bytes = b"") -> str:
@@ -50,7 +53,31 @@ def test_set_get_incr_and_delete(url: str) -> None:
     assert run("incr", url, "n", "--by", "-2") == "3\n"
     assert run("delete", url, "user:1") == "deleted 1 of 1\n"
     run("delete", url, "user:1", code=1)
-    run("incr", url, "none", code=4)
+    assert "no such key: none; create it with --initial" in run("incr", url, "none", code=1)
+
+
+def test_keys_scan_exists_touch_and_the_time_to_live(url: str, bucket: Bucket) -> None:
+    bucket.set_many({f"user:{n}": f"v{n}" for n in range(20)})
+    bucket.set("other", "x")
+    bucket.set(b"user:\xff", b"\xfe")
+    bucket.delete("user:7")
+    users = sorted([f"user:{n}" for n in range(20) if n != 7] + [r"$'user:\xff'"])
+    assert sorted(run("keys", url, "user:").splitlines()) == users
+    assert len(run("keys", url).splitlines()) == 21
+    assert len(run("keys", url, "--limit", "3", "--json").splitlines()) == 3
+    assert run("keys", url, "none") == ""
+    assert run("scan", url, "user:11") == "user:11  v11\n"
+    (row,) = objects(run("scan", url, "user:\udcff", "--json"))
+    assert (row["key"], row["value"]) == ({"hex": "757365723aff"}, {"hex": "fe"})
+    assert objects(run("exists", url, "other", "--json")) == [{"key": "other", "exists": True}]
+    assert "user:7" in run("exists", url, "other", "user:7", code=1)
+    assert objects(run("get", url, "other", "--json"))[0]["ttl"] is None
+    assert run("touch", url, "other", "1000") == "other expires in 1,000 s\n"
+    assert 900 < objects(run("get", url, "other", "--json"))[0]["ttl"] <= 1000
+    assert "ttl" in run("get", url, "other", "--verbose")
+    assert run("touch", url, "other", "0") == "other never expires\n"
+    assert objects(run("get", url, "other", "--json"))[0]["ttl"] is None
+    assert "user:7" in run("touch", url, "user:7", "5", code=1)
 
 
 def test_load_is_the_same_for_the_same_seed_and_tail_shows_it(url: str, bucket: Bucket) -> None:
@@ -95,7 +122,7 @@ def test_tail_takes_up_where_its_checkpoint_stands(url: str, bucket: Bucket, tmp
     assert "no checkpoint" in run("tail", url, "--from", str(tmp_path / "none"), code=2)
     nowhere = run("tail", url, "--until", "now", "--checkpoint", str(tmp_path / "no" / "where"), code=2)
     assert nowhere.startswith("upper: "), "before anything is shown that could not be taken up again"
-    assert f"make {tmp_path / 'no'}" in nowhere
+    assert f"create {tmp_path / 'no'}" in nowhere
     (tmp_path / "here.json").write_bytes(b"damaged")
     assert "remove it to start over" in run("tail", url, *here, code=2)
 
@@ -113,6 +140,45 @@ def test_tail_follows_until_it_is_stopped(url: str, bucket: Bucket) -> None:
         assert tail.wait(10) == 130
 
 
+def test_a_load_that_is_interrupted_says_what_was_written(url: str, bucket: Bucket) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "upper", "load", url, "--items", "50_000_000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as load:
+        while not bucket.get_many(["key:000001000"]):
+            assert load.poll() is None
+        load.send_signal(signal.SIGINT)
+        shown, said = load.communicate(timeout=60)
+    assert load.returncode == 130
+    confirmed = re.search(r"interrupted; ([\d,]+) of 50,000,000 operations are confirmed", said)
+    assert confirmed is not None, said
+    assert f"{confirmed[1]} operations in " in shown
+    last = int(confirmed[1].replace(",", "")) - 4 * 100
+    assert bucket.get(f"key:{last:09d}").value
+    bucket.flush()
+
+
+def test_an_import_that_is_interrupted_says_what_was_written(url: str, bucket: Bucket) -> None:
+    command = [sys.executable, "-m", "upper", "import", "-", url, "--format", "jsonl"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as running:
+        assert running.stdin is not None
+        for number in range(3 * 4096):  # the command waits for more
+            running.stdin.write(json.dumps({"key": f"i{number}", "value": "v"}) + "\n")
+        running.stdin.flush()
+        while not bucket.exists("i8000"):
+            assert running.poll() is None
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    written = re.search(r"stopped; ([\d,]+) of the first [\d,]+ rows are written", said)
+    assert written is not None, said
+    assert int(written[1].replace(",", "")) >= 4096
+    bucket.flush()
+
+
 def test_promote_is_seen_in_the_failover_log_and_by_tail(node: Node, tmp_path: Path) -> None:
     url, here = node.url, str(tmp_path / "here.json")
     run("load", url, "--items", "40")
@@ -128,11 +194,44 @@ def test_promote_is_seen_in_the_failover_log_and_by_tail(node: Node, tmp_path: P
     assert len(objects(run("failover-log", url, "--json"))) >= 4
 
 
+def test_a_partition_without_an_active_copy_is_promoted_again(node: Node) -> None:
+    run("load", node.url, "--items", "40")
+    with Peer(node) as peer:
+        assert peer.ask(Opcode.SET_VBUCKET_STATE, partition=2, extras=b"\0\0\0\4").status == 0
+    assert objects(run("promote", node.url, "-p", "2", "--dry-run", "--json"))[0]["partition"] == 2
+    (made,) = objects(run("promote", node.url, "-p", "2", "--json"))
+    assert objects(run("failover-log", node.url, "-p", "2", "--json"))[0]["branch"] == made["branch"]
+    assert "2 " in run("tail", node.url, "--until", "now", "-p", "2")
+
+
+def test_promote_asks_before_it_goes_back_further_than_requested(node: Node) -> None:
+    url = node.url
+    run("load", url, "--items", "200")
+    (before,) = objects(run("promote", url, "-p", "2", "--dry-run", "--json"))
+    high = before["was_at"]
+    assert (before["seqno"], before["lost"]) == (high, 0)
+    run("promote", url, "-p", "2", "--to", str(high - 1))  # after this, storage can rebuild nothing older
+    asked = ("promote", url, "-p", "2", "--to", str(high - 3))
+    (plan,) = objects(run(*asked, "--dry-run", "--json"))
+    assert (plan["seqno"], plan["was_at"], plan["lost"]) == (0, high - 1, high - 1)
+    said = run(*asked, code=2)
+    assert f"it would go back from {high - 1} to 0" in said
+    assert "nothing was changed" in said
+    assert objects(run("promote", url, "-p", "2", "--dry-run", "--json"))[0]["was_at"] == high - 1
+    (made,) = objects(run(*asked, "--yes", "--json"))
+    assert made["seqno"] == 0
+
+
 def test_stats_and_top_show_numbers(url: str) -> None:
     (general,) = objects(run("stats", url, "--json"))
-    assert general["partitions"] == "16"
+    assert general["partitions"] == 16
+    assert isinstance(general["bucket_uuid"], str)
+    assert isinstance(general["uptime"], int | float)
+    (logs,) = objects(run("stats", url, "failovers", "0", "--json"))
+    assert isinstance(logs["vb_0:0:id"], str), "64-bit ids are text everywhere"
+    assert logs["vb_0:0:seq"] == 0
     assert "mem_process" in run("stats", url, "memory")
-    assert "there is no group" in run("stats", url, "nonsense", code=4)
+    assert "there is no group" in run("stats", url, "nonsense", code=2)
     moments = objects(run("top", url, "--every", "0.05", "--count", "2", "--json"))
     assert len(moments) == 2
     assert {"items", "changes_per_second", "lag", "memory", "streams"} <= moments[0].keys()
@@ -166,17 +265,7 @@ def looked_at(
     return drawn.decode()
 
 
-@pytest.mark.parametrize("size", [(80, 24), (40, 10)])
-def test_top_draws_a_screen_where_somebody_looks(url: str, bucket: Bucket, size: tuple[int, int]) -> None:
-    with bucket.changes(name="somebody") as feed:
-        bucket.set("a", "x")
-        next(feed)
-        screen = looked_at("top", url, "--every", "0.05", "--count", "1", size=size)
-    for word in ("requests/s", "MiB", "1 followers", "behind", "somebody", "16 live"):
-        assert word in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
-
-
-def test_what_takes_long_shows_how_far_it_is_and_only_where_somebody_looks(url: str, tmp_path: Path) -> None:
+def test_long_work_shows_progress_on_a_terminal_only(url: str, tmp_path: Path) -> None:
     assert "250 of 250" in looked_at("load", url, "--items", "200", "--deletes", "25%", stdout=DEVNULL)
     assert "promoting" in looked_at("promote", url, "-p", "0-3", stdout=DEVNULL)
     with open(tmp_path / "changes", "wb") as file:
@@ -187,7 +276,19 @@ def test_what_takes_long_shows_how_far_it_is_and_only_where_somebody_looks(url: 
     assert serving.index("opening") < serving.index("ready")
     shown = looked_at("tail", url, "--until", "now")
     assert "reading" not in shown, "what it shows is how far it is"
-    assert (tmp_path / "changes").read_text().splitlines() == shown.splitlines()
+    whole = (tmp_path / "changes").read_text().splitlines()
+    assert [line if len(line) <= 80 else line[:79] + "…" for line in whole] == shown.splitlines()
+
+
+def test_tail_prints_whole_values_into_a_pipe_and_times_where_asked(url: str, bucket: Bucket) -> None:
+    value = "первая\n" + "x" * 500
+    stored = bucket.set("long", value)
+    text = run("tail", url, "--until", "now", "--timestamps")
+    assert text.endswith("long  $'первая\\n" + "x" * 500 + "'\n")
+    (change,) = objects(run("tail", url, "--until", "now", "--json"))
+    when = datetime.fromisoformat(change["changed_at"])
+    assert abs(when.timestamp() - stored.cas / 1e9) < 0.002
+    assert text.startswith(change["changed_at"])
 
 
 def test_output_that_goes_nowhere_is_no_mishap(url: str, bucket: Bucket) -> None:
@@ -215,15 +316,15 @@ def test_mistakes_get_a_sentence_and_a_code(url: str) -> None:
     assert "seconds above 0" in run("get", url, "a", "--timeout", "0", code=2)
     assert "0 to 4294967295" in run("set", url, "a", "b", "--expiry", "-1", code=2)
     assert "not a whole number" in run("incr", url, "a", "--by", "x", code=2)
-    assert "with TLS" in run("get", f"{url}?tls=on", "a", code=3)
+    assert "does not accept TLS" in run("get", f"{url}?tls=on", "a", code=3)
 
 
 def test_a_key_or_a_value_that_is_no_text_is_taken_as_it_is(url: str) -> None:
     key = os.fsdecode(b"k\xff")
     run("set", url, key, os.fsdecode(b"\xfe"))
     (found,) = objects(run("get", url, key, "--json"))
-    assert (found["key"], found["value"]) == ("6bff", "fe")
+    assert (found["key"], found["value"]) == ({"hex": "6bff"}, {"hex": "fe"})
     (seen,) = objects(run("tail", url, "--until", "now", "--key-prefix", key, "--json"))
-    assert seen["key"] == "6bff"
+    assert seen["key"] == {"hex": "6bff"}
     assert "deleted 1 of 1" in run("delete", url, key)
-    assert "no such key: 6bff" in run("get", url, key, code=1)
+    assert r"no such key: $'k\xff'" in run("get", url, key, code=1)

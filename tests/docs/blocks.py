@@ -23,7 +23,8 @@ PAGES = sorted([*TOP.glob("*.md"), *(TOP / "docs").rglob("*.md")])
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*) *(?P<options>.*)$")
 COMPOUND = re.compile(r"<<|^\s*(for|while|until|if|case)\b|^\w+\(\)", re.MULTILINE)
 STARTS_SPARK = re.compile(
-    r"upper (sync|verify)\b|upper lake .*\b(compact|trim)\b|spark-submit|pyspark|upper\.spark|examples/spark"
+    r"upper (sync|verify|restore)\b|upper backup (verify|prune)\b|upper lake .*\b(compact|trim)\b"
+    r"|spark-submit|pyspark|upper\.spark|examples/spark"
 )
 
 

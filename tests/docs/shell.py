@@ -5,8 +5,8 @@ typed as they stand, except that each port number from 11000 to 11999 becomes on
 `make` takes the environment for up to date: it is the one that these tests run in.
 
 Whatever is started here carries a mark in its environment. A watcher holds the other end of a pipe to this
-process; when that breaks, because the page is over or because this process was killed, it ends whoever
-carries the mark.
+process; when that breaks, because the page is over or because this process was killed, it ends every
+process that carries the mark.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.docs.blocks import STARTS_SPARK, TOP, Step, pattern_of
 
 CLONE = (
     "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "README.md", "bench", "constraints.txt", "demo", "docs",
-    "examples", "pyproject.toml", "setup.py", "tests",
+    "examples", "pyproject.toml", "setup.py", "tests", "tools",
 )  # fmt: skip
 BUILT = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
 UP_TO_DATE = "make --old-file=.venv/.installed --old-file=.venv/.ready"
 PORT = re.compile(r"\b11\d{3}\b")
-NO_PORT = re.compile(r"((?:upr|upr0|tap)://(?:[^\s/@]+@)?(?:127\.0\.0\.1|localhost))(?![:\w.])")
+NO_PORT = re.compile(r"((?:upr|upr0|tap|dcp|couchbase)://(?:[^\s/@]+@)?(?:127\.0\.0\.1|localhost))(?![:\w.])")
 NOTICE = re.compile(r"^\[\d+\][+-]? .*\n?", re.MULTILINE)  # what a shell says about its jobs
 PATIENCE = 60.0  # seconds for a command; Spark gets more
 SPARK_PATIENCE = 300.0
@@ -61,7 +61,7 @@ for line in sys.stdin:
         out.write(str(status))
 """
 
-# Ends whoever carries a mark in its environment, once standard input is closed at the other end.
+# Ends every process with a mark in its environment, once standard input is closed at the other end.
 WATCHER = """
 import os, signal, sys, time
 mark = sys.argv[1].encode()
@@ -199,6 +199,9 @@ class Shell:
         text = self.translated(step.text)
         if "upper serve" in text and "--port" not in text:
             text = text.replace("upper serve", f"upper serve --port {self._port('11210')}", 1)
+        if "upper cluster up" in text and "--port" not in text:
+            ports = ",".join(self._port(str(11210 + number)) for number in range(8))
+            text = text.replace("upper cluster up", f"upper cluster up --port {ports}", 1)
         if step.background and not text.rstrip().endswith("&"):
             text = f"{text.partition(' #')[0]} &"
         return re.sub(r"^make\b", UP_TO_DATE, text)
@@ -315,7 +318,7 @@ class Shell:
             yield from map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
     def running(self) -> list[int]:
-        """Whoever was started here and still runs."""
+        """Processes that were started here and still run."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():

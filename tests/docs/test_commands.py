@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from argparse import _SubParsersAction
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ def test_every_command_of_a_page_works_as_shown(page: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("block", PIECES, ids=str)
-def test_a_piece_of_a_program_stands_in_it(block: Block) -> None:
+def test_a_quoted_piece_of_a_program_is_in_it(block: Block) -> None:
     program = textwrap.dedent((TOP / str(block.option("of"))).read_text())
     piece = "\n".join(block.lines)
     indents = {re.match(" *", line)[0] for line in program.splitlines()}  # type: ignore[index]
@@ -84,8 +85,11 @@ def prose_of(page: Path) -> str:
 
 
 def options_of(verb: str) -> set[str]:
-    parser = parser_of(verb, load(verb))
-    return {option for action in parser._actions for option in action.option_strings}
+    parsers = [parser_of(verb, load(verb))]
+    for action in parsers[0]._actions:
+        if isinstance(action, _SubParsersAction):
+            parsers += action.choices.values()
+    return {option for parser in parsers for action in parser._actions for option in action.option_strings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

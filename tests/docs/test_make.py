@@ -18,8 +18,8 @@ from tests.docs.shell import CLONE, UP_TO_DATE
 
 MAKEFILE = (TOP / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z]+):", MAKEFILE, re.MULTILINE))
-RUN_BY_CI = set(re.findall(r"^make .+$", (TOP / ".ci" / "run").read_text(), re.MULTILINE))
-RUN_HERE = {"help", "quick", "format", "kernel", "clean"}
+RUN_BY_CI = set(re.findall(r"^(make .+?)(?: \|\| .+)?$", (TOP / ".ci" / "run").read_text(), re.MULTILINE))
+RUN_HERE = {"help", "quick", "soak", "format", "kernel", "clean"}
 ON_THE_WAY = {"check", "venv"}  # what `make test` does before its tests
 TYPED = {"make", "make help", "make venv"}  # what the reader of a page types, since it is soon done
 NOT_OURS = shutil.ignore_patterns("__pycache__", "*.so", "*.c", "*.egg-info")
@@ -27,7 +27,7 @@ NOT_OURS = shutil.ignore_patterns("__pycache__", "*.so", "*.c", "*.egg-info")
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """The project as somebody has it who has run `make venv`, to be changed at will."""
+    """A copy of the project after `make venv`, which tests may change."""
     for name in (*CLONE, "src", ".gitignore"):
         if (TOP / name).is_dir():
             shutil.copytree(TOP / name, tmp_path / name, ignore=NOT_OURS)
@@ -57,7 +57,7 @@ def files(tree: Path) -> dict[str, bytes]:
 # ── Who runs what ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_verb_is_run_by_somebody() -> None:
+def test_every_verb_is_run_by_a_test() -> None:
     assert {command.split()[1] for command in RUN_BY_CI} | RUN_HERE | ON_THE_WAY == TARGETS
     assert re.search(r"^test: check\b", MAKEFILE, re.MULTILINE)
     for verb in ("check", "venv"):
@@ -70,7 +70,7 @@ def test_every_make_of_a_page_is_run_as_it_stands() -> None:
     ]
     for page, step in steps:
         assert step.make is None or step.make in RUN_BY_CI | TYPED, (
-            f"{page.name}, line {step.line}: nobody runs `{step.make}`; let .ci/run, or name it in prose"
+            f"{page.name}, line {step.line}: `{step.make}` is not run; add it to .ci/run, or name it in prose"
         )
 
 
@@ -114,6 +114,11 @@ def test_make_quick_leaves_out_what_is_slow(clone: Path) -> None:
     # Two files stand for all: whatever `make quick` runs, this very run runs as well.
     said = make("quick", "PYTEST_ARGS=tests/test_api.py tests/test_packaging.py", at=clone)
     assert re.search(r"\d+ passed, \d+ deselected", said)
+
+
+def test_make_soak_runs_the_given_number_of_histories(clone: Path) -> None:
+    said = make("soak", "HISTORIES=3", at=clone)
+    assert re.search(r"\b\d+ passed", said)
 
 
 @pytest.mark.slow

@@ -10,21 +10,21 @@ import pytest
 
 import upper
 from tests.docs.blocks import TOP
+from tools.reference import SETTINGS, cli_page, settings_page
 from upper.cli.main import VERBS, load, parser_of
-from upper.cli.reference import SETTINGS, cli_page, settings_page
 
 REFERENCE = TOP / "docs" / "reference"
 
 
 def test_the_page_of_verbs_is_what_the_parsers_say() -> None:
-    told = "docs/reference/cli.md is out of date: python -m upper.cli.reference cli > docs/reference/cli.md"
+    told = "docs/reference/cli.md is out of date: python -m tools.reference cli > docs/reference/cli.md"
     assert (REFERENCE / "cli.md").read_text() == cli_page(), told
 
 
 def test_the_page_of_settings_is_what_the_classes_say() -> None:
     told = (
         "docs/reference/settings.md is out of date: "
-        "python -m upper.cli.reference settings > docs/reference/settings.md"
+        "python -m tools.reference settings > docs/reference/settings.md"
     )
     assert (REFERENCE / "settings.md").read_text() == settings_page(), told
 
@@ -56,4 +56,4 @@ def test_every_class_of_settings_is_on_the_page() -> None:
                 if name.endswith("Settings") and is_dataclass(thing) and thing.__module__ == module.name:
                     found.add(f"{module.name}.{name}")
     # What `upper load` does is on its own part of the page of verbs.
-    assert found - {"upper.client.load.LoadSettings"} <= set(SETTINGS)
+    assert found - {"upper.cli.load_generator.LoadSettings"} <= set(SETTINGS)

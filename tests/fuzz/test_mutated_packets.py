@@ -1,4 +1,4 @@
-"""Bytes that nobody meant: every one of them is a message or a protocol error, and never anything else.
+"""Mutated packets: each is a message or a protocol error, and never anything else.
 
 The packets are the vectors, with bits turned, bytes replaced, cut out, doubled and spliced into each
 other. UPPER_HYPOTHESIS=thorough looks longer.
@@ -9,12 +9,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.wire.ends import ClientEnd, Refused, ServerEnd
 from tests.wire.samples import vectors
 from upper.errors import RemoteProtocolError
-from upper.model.messages import Message, Unreadable
+from upper.model.messages import Message
 from upper.wire.codes import Side
 from upper.wire.packet import HEADER_SIZE, header
-from upper.wire.session import DIALECTS, Session
+from upper.wire.session import DIALECTS
 from upper.wire.show import pictures
 from upper.wire.table import Dialect
 
@@ -70,24 +71,36 @@ def test_a_mutated_packet_is_a_message_or_a_protocol_error(
 
 
 @settings(max_examples=5 * USUAL)
-@given(st.lists(mutated(), min_size=1, max_size=4), st.sampled_from(Side), st.none() | SPOKEN)
-def test_a_session_survives_anything(packets: list[bytes], side: Side, spoken: Dialect | None) -> None:
-    session = Session(side, dialect=spoken)
-    got: list[Message] = []
+@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | SPOKEN)
+def test_a_server_answers_or_closes_whatever_it_receives(
+    packets: list[bytes], spoken: Dialect | None
+) -> None:
+    end = ServerEnd(spoken)
+    got: list[Message | Refused] = []
     for data in packets:
         try:
-            got += session.receive(data)
+            got += end.receive(data)
         except RemoteProtocolError:
             break
-    for message in got:
-        if isinstance(message, Unreadable) and message.refusal:
-            answer = header(message.refusal)
-            assert answer.size == len(message.refusal)
-            assert answer.opaque == message.opaque
-    if session.refusal:
-        assert session.error is not None
-        assert header(session.refusal).size == len(session.refusal)
-    assert session.buffered <= sum(map(len, packets))
+    for each in got:
+        if isinstance(each, Refused) and each.answer:
+            assert header(each.answer).size == len(each.answer)
+    if end.last:
+        assert header(end.last).size == len(end.last)
+    assert end.framer.size <= sum(map(len, packets))
+
+
+@settings(max_examples=5 * USUAL)
+@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | SPOKEN)
+def test_a_client_reads_messages_or_raises_a_protocol_error(
+    packets: list[bytes], spoken: Dialect | None
+) -> None:
+    end = ClientEnd(spoken)
+    try:
+        for data in packets:
+            end.receive(data)
+    except RemoteProtocolError:
+        pass
 
 
 @settings(max_examples=5 * USUAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from upper.history.resume import Answer, Refuse, Resume, Rollback
+from upper.history.resume import Answer, Refuse, Resume, RollbackTo
 from upper.model.messages import StreamRequest
 from upper.model.values import NO_END, BranchId, FailoverLog, Partition, Position, Seqno, Snapshot, Version
 
@@ -50,7 +50,7 @@ class Case:
                 first, last = self.snapshot or (self.start, self.start)
                 here = Position(self.branch, Seqno(self.start), Snapshot(Seqno(first), Seqno(last)))
                 return self.expected == "resume" and at == here
-            case Rollback(to=to):
+            case RollbackTo(to=to):
                 return self.expected == to
             case Refuse():
                 return self.expected == "refuse"
@@ -88,26 +88,28 @@ CASES = (
     Case("no branch at all", BranchId(0), 10, 0),
     Case("an unknown branch in DCP", STRANGER, 10, 0, known_at_zero=True),
     # 5. Positions on an edge of their snapshot.
-    Case("at the end of a snapshot from before the parting", OLD, 50, "resume", snapshot=(10, 50)),
-    Case("at the end of a snapshot past the parting", OLD, 51, 50, snapshot=(10, 51)),
-    Case("at the start of a snapshot that reaches past the parting", OLD, 50, "resume", snapshot=(50, 70)),
-    Case("at the start of a snapshot past the parting", OLD, 51, 50, snapshot=(51, 70)),
+    Case("at the end of a snapshot from before the branch point", OLD, 50, "resume", snapshot=(10, 50)),
+    Case("at the end of a snapshot past the branch point", OLD, 51, 50, snapshot=(10, 51)),
+    Case(
+        "at the start of a snapshot that reaches past the branch point", OLD, 50, "resume", snapshot=(50, 70)
+    ),
+    Case("at the start of a snapshot past the branch point", OLD, 51, 50, snapshot=(51, 70)),
     # 6. How far the histories go together.
     Case("the newest branch, below the high seqno", NEW, 99, "resume"),
     Case("the newest branch, at the high seqno", NEW, 100, "resume"),
     Case("the newest branch, past the high seqno", NEW, 101, 100),
     Case("the newest branch, before it began", NEW, 20, "resume"),
-    Case("an older branch, at the parting", MIDDLE, 80, "resume"),
-    Case("an older branch, past the parting", MIDDLE, 81, 80),
-    Case("the oldest branch, at the parting", OLD, 50, "resume"),
-    Case("the oldest branch, past the parting", OLD, 51, 50),
-    Case("the oldest branch, past the second parting", OLD, 95, 50),
-    Case("inside a snapshot that ends at the parting", OLD, 40, "resume", snapshot=(30, 50)),
-    Case("inside a snapshot that ends past the parting", OLD, 40, 30, snapshot=(30, 51)),
-    Case("inside a snapshot that begins at the parting", OLD, 55, 50, snapshot=(50, 60)),
-    Case("inside a snapshot that begins past the parting", OLD, 55, 50, snapshot=(51, 60)),
-    Case("inside a snapshot around the parting, position past it", OLD, 60, 30, snapshot=(30, 70)),
-    Case("inside the very first snapshot, around the parting", OLD, 40, 0, snapshot=(0, 70)),
+    Case("an older branch, at the branch point", MIDDLE, 80, "resume"),
+    Case("an older branch, past the branch point", MIDDLE, 81, 80),
+    Case("the oldest branch, at the branch point", OLD, 50, "resume"),
+    Case("the oldest branch, past the branch point", OLD, 51, 50),
+    Case("the oldest branch, past the second branch point", OLD, 95, 50),
+    Case("inside a snapshot that ends at the branch point", OLD, 40, "resume", snapshot=(30, 50)),
+    Case("inside a snapshot that ends past the branch point", OLD, 40, 30, snapshot=(30, 51)),
+    Case("inside a snapshot that begins at the branch point", OLD, 55, 50, snapshot=(50, 60)),
+    Case("inside a snapshot that begins past the branch point", OLD, 55, 50, snapshot=(51, 60)),
+    Case("inside a snapshot around the branch point, position past it", OLD, 60, 30, snapshot=(30, 70)),
+    Case("inside the very first snapshot, around the branch point", OLD, 40, 0, snapshot=(0, 70)),
 )
 
 

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import permutations
 from typing import NamedTuple, TypeAlias
 
-from upper.history.resume import Answer, Refuse, Resume, Rollback, decide
+from upper.history.resume import Answer, Refuse, Resume, RollbackTo, decide
 from upper.model.values import BranchId, FailoverLog, Position, Seqno, Snapshot, Version
 
 # An item: seqno << 9 | number of the write << 1 | deleted; 0 = never written. One slot for each key.
@@ -106,7 +106,7 @@ class Model:
             match answer:
                 case Resume():
                     return copy
-                case Rollback(to=to):
+                case RollbackTo(to=to):
                     self.rollbacks += 1
                     copy = self.gone_back(copy, to)
                 case Refuse(why=why):
@@ -180,9 +180,9 @@ class Model:
         if (purged := self.purge(active)) != active:
             yield "purge the active copy", world._replace(active=purged)
         if active.seqno:
-            yield "flush, heard by nobody", self.flushed(world, heard=False)
+            yield "flush, received by no follower", self.flushed(world, received=False)
             if any(in_step(follower, active) for follower in followers):
-                yield "flush, heard by all who are in step", self.flushed(world, heard=True)
+                yield "flush, received by every follower in step", self.flushed(world, received=True)
         if world.before is not None:
             yield "unclean restart", self.restarted(world)
         for index, follower in enumerate(followers):
@@ -223,7 +223,7 @@ class Model:
         after = active._replace(items=tuple(items), seqno=seqno, start=seqno, end=seqno)
         return world._replace(active=after, before=active, writes=world.writes + 1)
 
-    def flushed(self, world: World, *, heard: bool) -> World:
+    def flushed(self, world: World, *, received: bool) -> World:
         seqno = world.active.seqno + 1
         empty = self.nothing.items
 
@@ -232,7 +232,7 @@ class Model:
             return Copy(empty, seqno, seqno, seqno, seqno, copy.log, images)
 
         followers = tuple(
-            after(copy) if heard and in_step(copy, world.active) else copy for copy in world.followers
+            after(copy) if received and in_step(copy, world.active) else copy for copy in world.followers
         )
         return world._replace(
             active=after(world.active)._replace(images=world.active.images),

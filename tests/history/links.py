@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from upper.history.following import ConsumerStream
 from upper.history.producing import (
-    Advance,
+    CloseSnapshot,
     CloseWrites,
     End,
     Forward,
@@ -28,13 +28,13 @@ from upper.history.producing import (
     Take,
 )
 from upper.model.messages import (
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     SeqnoAdvanced,
     SetState,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamEnd,
     StreamMessage,
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from tests.history.simulation import World
 
 P = Partition(5)
-Item = Mutation | Deletion
+Item = MutationMessage | DeletionMessage
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Node:
     log: FailoverLog | None = None
     high: Seqno = ZERO
     durable: Seqno = ZERO
-    pending: list[Item | Flush] = field(default_factory=list)
+    pending: list[Item | FlushMessage] = field(default_factory=list)
     on_disk: tuple[Seqno, Image] = (ZERO, NOTHING)
     closed: bool = False
     # following
@@ -83,7 +83,7 @@ class Node:
     going_to: Seqno | None = None
 
     def live(self) -> dict[bytes, bytes]:
-        return {key: item.value for key, item in self.items.items() if isinstance(item, Mutation)}
+        return {key: item.value for key, item in self.items.items() if isinstance(item, MutationMessage)}
 
 
 @dataclass
@@ -124,20 +124,22 @@ class Link:
                 case SendFlush(seqno):
                     assert seqno == self.last + 1, "a flush must meet a consumer right before it"
                     self.last = seqno
-                    self.wire.append(Flush(partition=P))
-                case Advance(seqno):
-                    self.wire.append(SeqnoAdvanced(partition=P, seqno=seqno))
-                    self.last = seqno
+                    self.wire.append(FlushMessage(partition=P))
+                case CloseSnapshot(seqno):
+                    if seqno is not None:
+                        self.wire.append(SeqnoAdvanced(partition=P, seqno=seqno))
+                        self.last = seqno
+                    self.close()
                 case SendState(state):
                     self.wire.append(SetState(partition=P, state=state))
                     self.handed = self.producer.high, self.producer.live()
-                    if not self.bounds:  # the drafts know no replies: what is sent counts as taken
-                        self.carry_out(self.machine.acknowledged())
                 case CloseWrites():
                     self.producer.closed = True
                     self.carry_out(self.machine.closed(self.producer.high))
-                case Reopen():
+                case Reopen(branch):
                     self.producer.closed = False
+                    if branch:
+                        self.world.begin_branch(self.producer)
                 case Retire():
                     self.world.end_streams(self.producer, EndReason.STATE_CHANGED)
                     self.world.retire(self.producer)
@@ -161,18 +163,16 @@ class Link:
 
     def close(self) -> None:
         if not self.bounds:
-            self.wire.append(SnapshotEnd(partition=P))
+            self.wire.append(SnapshotEndMessage(partition=P))
 
     def produce(self, records: int) -> None:
-        """Sends so many records of the snapshot in hand."""
+        """Sends some records of the snapshot in hand."""
         if self.machine.phase is not Sending.SENDING or self.sending is None:
             return
         coming = [item for item in self.taken if seqno_of(item) <= self.sending.upto]
         self.put(coming[:records])
         self.taken = coming[records:]
         if not self.taken:
-            if self.sending.closes:
-                self.close()
             self.sending = None
             self.carry_out(self.machine.done(self.last))
 

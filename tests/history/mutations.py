@@ -169,7 +169,7 @@ class ClaimsNoSnapshot(Model):
 
 
 class TrustsTheUpstream(Model):
-    """Filled from 0, takes it that no deletion is missing."""
+    """Filled from 0, assumes that no deletion is missing."""
 
     def purged_upstream(self, end: int) -> int:
         return 0
@@ -183,7 +183,7 @@ class BranchesWhereItStands(Model):
 
 
 class KeepsTheOldLog(Model):
-    """Goes on under the branch that it knew, whatever the producer's log says."""
+    """Continues under its former branch, and ignores the producer's failover log."""
 
     def stream(self, copy: Copy, active: Copy, records: int | None) -> Copy:
         after = super().stream(copy, active, records)
@@ -191,7 +191,7 @@ class KeepsTheOldLog(Model):
 
 
 class StaysWhenItIsInside(Model):
-    """Told to roll back, keeps the unfinished snapshot and only pretends to have gone."""
+    """Answered with a rollback, keeps the unfinished snapshot and claims to have rolled back."""
 
     def gone_back(self, copy: Copy, to: int) -> Copy:
         back = super().gone_back(copy, to)

@@ -16,7 +16,6 @@ from itertools import count
 
 from tests.history.links import NOTHING, Image, Item, Link, Node, P, seqno_of
 from upper.history.following import (
-    Ask,
     Clear,
     ConsumerStream,
     Deliver,
@@ -25,18 +24,19 @@ from upper.history.following import (
     GoBack,
     Over,
     Reached,
+    RequestStream,
     Stop,
     TakeState,
 )
 from upper.history.producing import End, ProducerStream, Sending
-from upper.history.resume import Refuse, Resume, Rollback, answer
+from upper.history.resume import Refuse, Resume, RollbackTo, answer
 from upper.history.trail import Trail
 from upper.model.messages import (
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Expiration,
-    Flush,
-    Mutation,
+    ExpirationMessage,
+    FlushMessage,
+    MutationMessage,
     StreamFlag,
     StreamRequest,
 )
@@ -67,15 +67,15 @@ class World:
 
     def write(self, key: bytes, *, delete: bool = False) -> None:
         node = self.active
-        if node is None or node.closed or (delete and not isinstance(node.items.get(key), Mutation)):
+        if node is None or node.closed or (delete and not isinstance(node.items.get(key), MutationMessage)):
             return
         node.high = Seqno(node.high + 1)
         value = str(next(self._writes)).encode()
         item: Item
         if not delete:
-            item = Mutation(partition=P, key=key, value=value, seqno=node.high)
+            item = MutationMessage(partition=P, key=key, value=value, seqno=node.high)
         else:  # asked for, or because its time had come
-            gone = Deletion if node.high % 2 else Expiration
+            gone = DeletionMessage if node.high % 2 else ExpirationMessage
             item = gone(partition=P, key=key, seqno=node.high)
         node.items = {**node.items, key: item}
         node.pending.append(item)
@@ -86,7 +86,7 @@ class World:
             return
         node.high = Seqno(node.high + 1)
         node.items, node.purged = {}, node.high
-        node.pending.append(Flush(partition=P))
+        node.pending.append(FlushMessage(partition=P))
 
     def commit(self) -> None:
         """Makes durable what was written, and tells the streams."""
@@ -97,7 +97,7 @@ class World:
         seqno = node.durable
         for record in node.pending:
             seqno = Seqno(seqno + 1)
-            if isinstance(record, Flush):
+            if isinstance(record, FlushMessage):
                 runs.append(seqno)
             elif runs and isinstance(runs[-1], list):
                 runs[-1].append(record)
@@ -122,7 +122,7 @@ class World:
         node = self.active
         links = [] if node is None else self.links(node)
         if node is None or any(link.machine.phase is Sending.HANDED for link in links):
-            return  # who may have handed over comes back as nothing before somebody has decided
+            return  # a copy that may have been handed over is not active before the takeover is decided
         for link in links:
             self.drop(link.follower)
         assert node.log is not None
@@ -135,7 +135,9 @@ class World:
     def purge(self, node: Node) -> None:
         newest = node.high if node is self.active else node.stream.seqno
         gone = [
-            item for item in node.items.values() if isinstance(item, Deletion) and seqno_of(item) < newest
+            item
+            for item in node.items.values()
+            if isinstance(item, DeletionMessage) and seqno_of(item) < newest
         ]
         if gone:
             node.purged = max(node.purged, *map(seqno_of, gone))
@@ -144,6 +146,13 @@ class World:
     def end_streams(self, node: Node, reason: EndReason) -> None:
         for link in self.links(node):
             link.carry_out(link.machine.stop(reason))
+
+    def begin_branch(self, node: Node) -> None:
+        """A takeover was not confirmed: what is written here from now on is another history."""
+        self.end_streams(node, EndReason.STATE_CHANGED)
+        assert node.log is not None
+        node.log = node.log.promoted(node.high, fresh=self.fresh())
+        self.seen["takeover not confirmed"] += 1
 
     def retire(self, node: Node) -> None:
         """The active copy is active no more; it follows from now on, from where it is."""
@@ -167,11 +176,11 @@ class World:
         self.active = node
 
     def fail_over(self, node: Node) -> None:
-        """Whoever is active is gone; this one takes its place without proof that it has everything."""
+        """The active copy is gone; this one takes its place without proof that it has everything."""
         if (old := self.active) is not None:
             self.end_streams(old, EndReason.STATE_CHANGED)
         for other in self.nodes:
-            self.drop(other)  # nobody may hear of a takeover that was decided otherwise
+            self.drop(other)  # no message of a takeover that was decided otherwise may arrive
         if old is not None:
             self.retire(old)
         known, at = node.stream.trail.log, node.stream.consistent_at
@@ -201,27 +210,25 @@ class World:
         if takeover and any(link.machine._takeover for link in self.links(active)):
             return
         assert active.log is not None
-        if node.fetched is not None:
-            effects = node.stream.ask_knowing(node.fetched)
-            node.fetched = None
-        else:
-            effects = node.stream.ask()
-        *before, asked = effects
+        fetched, node.fetched = node.fetched, None
+        *before, asked = node.stream.ask(None if fetched is None else node.stream.best(fetched))
         self.obey(node, before)
-        assert isinstance(asked, Ask)
+        assert isinstance(asked, RequestStream)
         request = self.request(asked.position)
         match answer(request, active.log, high=active.high, purged=active.purged, known_at_zero=self.bounds):
             case Resume(at):
                 flags = StreamFlag.TAKEOVER if takeover else StreamFlag.NONE
-                machine = ProducerStream(at.seqno, high=active.high, flags=flags, exact=self.bounds)
+                machine = ProducerStream(
+                    at.seqno, high=active.high, flags=flags, exact=self.bounds, flushes=not self.bounds
+                )
                 node.link = link = Link(self, active, node, machine, self.bounds, last=at.seqno)
                 self.obey(node, node.stream.accepted(tuple(active.log)))
                 if node.link is not None:
                     node.from_zero = node.from_zero or node.stream.consistent_at == 0
                     link.carry_out(machine.open())
-            case Rollback(to, why):
+            case RollbackTo(to, why):
                 assert why
-                self.obey(node, node.stream.told_to_roll_back(to))
+                self.obey(node, node.stream.rollback_required(to))
             case Refuse(why):
                 raise AssertionError(f"an honest request was refused: {why}")
 
@@ -236,7 +243,7 @@ class World:
         )
 
     def receive(self, node: Node, packets: int) -> None:
-        """The follower reads so many packets of those that are on their way."""
+        """The follower reads some of the packets that are under way."""
         for _ in range(packets):
             link = node.link
             if link is None or not link.wire:
@@ -247,7 +254,7 @@ class World:
         for effect in effects:
             match effect:
                 case Deliver(change):
-                    assert isinstance(change, Mutation | Deletion)
+                    assert isinstance(change, MutationMessage | DeletionMessage)
                     node.items = {**node.items, change.key: change}
                 case Clear(seqno):
                     node.items, node.purged = {}, seqno
@@ -268,7 +275,7 @@ class World:
                         self.seen["too slow"] += 1
                 case TakeState(state):
                     self.take_state(node, state)
-                case Ask():
+                case RequestStream():
                     raise AssertionError("asking is an event of its own")
 
     def take_state(self, node: Node, state: State) -> None:
@@ -279,8 +286,7 @@ class World:
             assert (node.stream.seqno, node.live()) == link.handed, "a clean takeover needs everything"
             assert old.log is not None
             assert node.stream.branch == old.log.branch
-        if self.bounds:
-            link.carry_out(link.machine.acknowledged())
+        link.carry_out(link.machine.acknowledged())
         if state is State.ACTIVE and self.active is None:
             node.stream.ended()
             assert old.log is not None

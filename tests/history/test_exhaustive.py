@@ -9,11 +9,11 @@ import pytest
 from tests.history import pages
 from tests.history.exhaustive import Model
 from tests.history.mutations import RULE_BREAKERS, goes_wrong
-from upper.history.resume import Resume, Rollback, decide
+from upper.history.resume import Resume, RollbackTo, decide
 from upper.model.values import ZERO, BranchId, FailoverLog, Position, Seqno, Version
 
 
-def test_whoever_obeys_ends_equal_in_every_history_of_six_events(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_in_every_history_of_six_events(say: Callable[[str], None]) -> None:
     explored = Model(keys=2, followers=2).explore(6)
     say(f"2 keys, 3 copies, 6 events: {explored}")
     pages.hold("testing.md", "six events", f"2 keys, 3 copies, 6 events: {explored}.")
@@ -22,7 +22,7 @@ def test_whoever_obeys_ends_equal_in_every_history_of_six_events(say: Callable[[
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whoever_obeys_ends_equal_in_every_history_of_seven_events(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_in_every_history_of_seven_events(say: Callable[[str], None]) -> None:
     explored = Model(keys=2, followers=2).explore(7)
     say(f"2 keys, 3 copies, 7 events: {explored}")
     pages.hold("testing.md", "seven events", f"2 keys, 3 copies, 7 events: {explored}.")
@@ -30,7 +30,7 @@ def test_whoever_obeys_ends_equal_in_every_history_of_seven_events(say: Callable
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_whoever_obeys_ends_equal_with_longer_snapshots(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_with_longer_snapshots(say: Callable[[str], None]) -> None:
     """Three keys: a follower can be interrupted twice inside one snapshot."""
     explored = Model(keys=3, followers=2).explore(6)
     say(f"3 keys, 3 copies, 6 events: {explored}")
@@ -43,7 +43,7 @@ def test_a_copy_that_breaks_a_rule_loses_data_in_some_history(breaker: type[Mode
 
 
 def test_dropping_what_lies_past_the_rollback_point_is_not_enough() -> None:
-    """Why a consumer goes back to a snapshot end of its own, and not to the seqno that it is told.
+    """Why a consumer goes back to a snapshot end of its own, and not to the seqno of the answer.
 
     a@1, b@2, a@3 were written; the consumer came late and saw one snapshot of (0, 3]: b@2, a@3. The
     replica that takes over holds a@1 and b@2.
@@ -52,7 +52,7 @@ def test_dropping_what_lies_past_the_rollback_point_is_not_enough() -> None:
     replica = {b"a": 1, b"b": 2}
     log = FailoverLog((Version(new, Seqno(2)), Version(old, ZERO)))
     told = decide(Position.at(old, Seqno(3)), log, high=Seqno(2), purged=ZERO)
-    assert told == Rollback(Seqno(2), "histories part at 2")
+    assert told == RollbackTo(Seqno(2), "histories diverge at 2")
 
     cut_off = {key: seqno for key, seqno in {b"b": 2, b"a": 3}.items() if seqno <= 2}
     claim = Position.at(old, Seqno(2))

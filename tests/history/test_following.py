@@ -7,7 +7,6 @@ import pytest
 from upper.errors import LocalProtocolError, RemoteProtocolError
 from upper.history.following import (
     NOTHING,
-    Ask,
     Clear,
     ConsumerStream,
     Deliver,
@@ -15,18 +14,19 @@ from upper.history.following import (
     GoBack,
     Over,
     Reached,
+    RequestStream,
     Stop,
     TakeState,
 )
 from upper.history.trail import Trail
 from upper.model.messages import (
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     SeqnoAdvanced,
     SetState,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamEnd,
     StreamStart,
@@ -49,8 +49,8 @@ OLD, NEW, OTHER = BranchId(0xA), BranchId(0xB), BranchId(0xC)
 V_OLD, V_NEW = Version(OLD, Seqno(0)), Version(NEW, Seqno(426))
 
 
-def change(seqno: int) -> Mutation:
-    return Mutation(partition=P, key=b"key", seqno=Seqno(seqno))
+def change(seqno: int) -> MutationMessage:
+    return MutationMessage(partition=P, key=b"key", seqno=Seqno(seqno))
 
 
 def marker(start: int | None = None, end: int | None = None) -> SnapshotMarker:
@@ -81,11 +81,11 @@ def streaming(*ends: int, bounds: bool = False) -> ConsumerStream:
     return stream
 
 
-END = SnapshotEnd(partition=P)
+END = SnapshotEndMessage(partition=P)
 
 
 def test_a_newcomer_asks_from_the_beginning() -> None:
-    assert ConsumerStream().ask() == (Ask(START),)
+    assert ConsumerStream().ask() == (RequestStream(START),)
 
 
 def test_a_marker_moves_nothing_and_a_change_does() -> None:
@@ -104,7 +104,7 @@ def test_a_snapshot_with_bounds_ends_with_its_last_change() -> None:
     stream.on(marker(7, 10))
     stream.on(change(9))
     assert stream.claim == inside(9, 7, 10)
-    deletion = Deletion(partition=P, key=b"key", seqno=Seqno(10))
+    deletion = DeletionMessage(partition=P, key=b"key", seqno=Seqno(10))
     assert stream.on(deletion) == (Deliver(deletion), Reached(at(10)))
 
 
@@ -129,7 +129,7 @@ def test_an_empty_snapshot_reaches_nothing() -> None:
 
 def test_a_flush_counts_one_on_and_is_consistent() -> None:
     stream = streaming(7)
-    assert stream.on(Flush(partition=P)) == (Clear(Seqno(8)), Reached(at(8)))
+    assert stream.on(FlushMessage(partition=P)) == (Clear(Seqno(8)), Reached(at(8)))
 
 
 def test_an_end_leaves_the_position_where_it_is() -> None:
@@ -138,16 +138,16 @@ def test_an_end_leaves_the_position_where_it_is() -> None:
     stream.on(change(9))
     ended = StreamEnd(partition=P, reason=EndReason.STATE_CHANGED)
     assert stream.on(ended) == (Over(EndReason.STATE_CHANGED),)
-    assert stream.ask() == (Ask(inside(9, 7, 10)),)
+    assert stream.ask() == (RequestStream(inside(9, 7, 10)),)
 
 
 def test_a_snapshot_of_which_nothing_was_seen_is_forgotten() -> None:
     stream = streaming(7, bounds=True)
     stream.on(marker(7, 10))
     stream.ended()
-    assert stream.ask() == (Ask(at(7)),)
+    assert stream.ask() == (RequestStream(at(7)),)
     stream.accepted((V_OLD,))
-    assert stream.on(Flush(partition=P)) == (Clear(Seqno(8)), Reached(at(8)))
+    assert stream.on(FlushMessage(partition=P)) == (Clear(Seqno(8)), Reached(at(8)))
 
 
 def test_who_comes_back_inside_a_snapshot_is_consistent_when_the_old_end_is_reached_too() -> None:
@@ -169,9 +169,9 @@ def test_who_comes_back_inside_a_snapshot_is_consistent_when_the_old_end_is_reac
 
 def test_the_worked_example_rolls_back_to_a_place_of_our_own() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
-    assert stream.ask() == (Ask(at(434)),)
-    assert stream.told_to_roll_back(Seqno(426)) == (GoBack(at(418)),)
-    assert stream.ask() == (Ask(at(418)),)
+    assert stream.ask() == (RequestStream(at(434)),)
+    assert stream.rollback_required(Seqno(426)) == (GoBack(at(418)),)
+    assert stream.ask() == (RequestStream(at(418)),)
     assert stream.accepted((V_NEW, V_OLD)) == NOTHING
     assert stream.position == at(418, NEW)
 
@@ -179,34 +179,34 @@ def test_the_worked_example_rolls_back_to_a_place_of_our_own() -> None:
 def test_a_second_failover_during_the_handshake_is_another_rollback() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     stream.ask()
-    stream.told_to_roll_back(Seqno(426))
+    stream.rollback_required(Seqno(426))
     stream.ask()
-    assert stream.told_to_roll_back(Seqno(400)) == (GoBack(at(300)),)
+    assert stream.rollback_required(Seqno(400)) == (GoBack(at(300)),)
     stream.ask()
-    assert stream.told_to_roll_back(Seqno(0)) == (GoBack(START),)
-    assert stream.ask() == (Ask(START),)
+    assert stream.rollback_required(Seqno(0)) == (GoBack(START),)
+    assert stream.ask() == (RequestStream(START),)
 
 
 def test_a_producer_that_sends_us_where_we_stand_cannot_keep_us_in_a_circle() -> None:
     stream = ConsumerStream(trail(300, 418))
     stream.ask()
-    assert stream.told_to_roll_back(Seqno(418)) == (GoBack(at(300)),)
+    assert stream.rollback_required(Seqno(418)) == (GoBack(at(300)),)
     stream.ask()
-    assert stream.told_to_roll_back(Seqno(999)) == (GoBack(START),)
+    assert stream.rollback_required(Seqno(999)) == (GoBack(START),)
 
 
 def test_inside_a_snapshot_its_beginning_is_far_enough() -> None:
     stream = ConsumerStream(trail(7), inside=inside(9, 7, 12), bounds=True)
     stream.ask()
-    assert stream.told_to_roll_back(Seqno(7)) == (GoBack(at(7)),)
+    assert stream.rollback_required(Seqno(7)) == (GoBack(at(7)),)
 
 
 def test_a_driver_that_can_only_go_further_back_says_so() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     stream.ask()
-    stream.told_to_roll_back(Seqno(426))
+    stream.rollback_required(Seqno(426))
     stream.went_back(Seqno(300))
-    assert stream.ask() == (Ask(at(300)),)
+    assert stream.ask() == (RequestStream(at(300)),)
     with pytest.raises(LocalProtocolError, match="not a place where"):
         stream.went_back(Seqno(299))
 
@@ -214,13 +214,13 @@ def test_a_driver_that_can_only_go_further_back_says_so() -> None:
 def test_with_the_log_in_hand_the_best_place_is_asked_for_at_once() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     log = FailoverLog((V_NEW, V_OLD))
-    assert stream.ask_knowing(log, high=Seqno(500)) == (GoBack(at(418)), Ask(at(418)))
+    assert stream.ask(stream.best(log, high=Seqno(500))) == (GoBack(at(418)), RequestStream(at(418)))
 
 
 def test_a_place_before_the_newest_branch_is_claimed_under_an_older_one_where_only_that_is_known() -> None:
     stream = ConsumerStream(trail(300, 418, versions=(V_NEW, V_OLD)))
     never_saw_new = FailoverLog((Version(OTHER, Seqno(420)), V_OLD))
-    assert stream.ask_knowing(never_saw_new) == (Ask(at(418, OLD)),)
+    assert stream.ask(stream.best(never_saw_new)) == (RequestStream(at(418, OLD)),)
 
 
 def test_without_bounds_a_claim_inside_a_snapshot_holds_on_the_same_branch_only() -> None:
@@ -229,23 +229,23 @@ def test_without_bounds_a_claim_inside_a_snapshot_holds_on_the_same_branch_only(
         stream.on(marker())
         stream.on(change(9))
         stream.ended()
-        assert stream.ask() == (Ask(inside(9, 7, NO_END)),)
+        assert stream.ask() == (RequestStream(inside(9, 7, NO_END)),)
         assert stream.accepted(versions) == expected
 
 
 def test_without_bounds_knowing_the_log_saves_the_detour() -> None:
     for versions, expected in (
-        ((V_OLD,), (Ask(inside(9, 7, NO_END)),)),  # it ends on this branch, wherever that is
-        ((V_NEW, V_OLD), (GoBack(at(7)), Ask(at(7)))),
+        ((V_OLD,), (RequestStream(inside(9, 7, NO_END)),)),  # it ends on this branch, wherever that is
+        ((V_NEW, V_OLD), (GoBack(at(7)), RequestStream(at(7)))),
     ):
         stream = ConsumerStream(trail(7), inside=inside(9, 7, NO_END))
-        assert stream.ask_knowing(FailoverLog(versions), high=Seqno(500)) == expected
+        assert stream.ask(stream.best(FailoverLog(versions), high=Seqno(500))) == expected
 
 
 def test_knowing_that_a_producer_is_behind_us_saves_the_detour_too() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
-    effects = stream.ask_knowing(FailoverLog((V_OLD,)), high=Seqno(426))
-    assert effects == (GoBack(at(418)), Ask(at(418)))
+    effects = stream.ask(stream.best(FailoverLog((V_OLD,)), high=Seqno(426)))
+    assert effects == (GoBack(at(418)), RequestStream(at(418)))
 
 
 def test_who_is_made_active_is_consistent() -> None:
@@ -289,7 +289,7 @@ def test_changes_past_the_end_of_their_snapshot_are_refused() -> None:
         stream.on(change(11))
 
 
-def test_a_snapshot_inside_another_is_refused_where_nothing_tells_its_bounds() -> None:
+def test_a_snapshot_inside_another_is_refused_without_bounds() -> None:
     stream = streaming(7)
     stream.on(marker())
     with pytest.raises(RemoteProtocolError, match="inside another"):
@@ -306,7 +306,7 @@ def test_a_flush_inside_a_snapshot_is_refused() -> None:
     stream.on(marker())
     stream.on(change(8))
     with pytest.raises(RemoteProtocolError):
-        stream.on(Flush(partition=P))
+        stream.on(FlushMessage(partition=P))
 
 
 def test_a_flush_before_the_known_end_of_a_snapshot_is_refused_and_one_that_may_be_its_end_is_not() -> None:
@@ -316,9 +316,9 @@ def test_a_flush_before_the_known_end_of_a_snapshot_is_refused_and_one_that_may_
         stream.accepted((V_OLD,))
         if bounds:
             with pytest.raises(RemoteProtocolError, match="inside a snapshot"):
-                stream.on(Flush(partition=P))
+                stream.on(FlushMessage(partition=P))
         else:
-            assert stream.on(Flush(partition=P)) == (Clear(Seqno(10)), Reached(at(10)))
+            assert stream.on(FlushMessage(partition=P)) == (Clear(Seqno(10)), Reached(at(10)))
 
 
 def test_an_empty_snapshot_where_we_stand_is_not_refused() -> None:
@@ -339,10 +339,24 @@ def test_a_stream_cannot_be_asked_for_twice() -> None:
         stream.ask()
 
 
+def test_a_consumer_that_is_done_or_rolls_back_requests_no_stream_even_after_a_lost_connection() -> None:
+    done, rolling = ConsumerStream(trail(300, 418)), ConsumerStream(trail(300, 418))
+    done.finished()
+    rolling.log_requested()
+    rolling.undoing(Seqno(300))
+    for stream, phase in ((done, Following.DONE), (rolling, Following.BACK)):
+        stream.ended()
+        assert stream.phase is phase
+        with pytest.raises(LocalProtocolError):
+            stream.ask()
+    rolling.went_back(Seqno(0))
+    assert rolling.ask() == (RequestStream(START),)
+
+
 def test_an_accepted_stream_without_its_log_is_no_use() -> None:
     stream = ConsumerStream()
     stream.ask()
-    with pytest.raises(LocalProtocolError, match="ask for the log"):
+    with pytest.raises(LocalProtocolError, match="ask for it"):
         stream.accepted(())
 
 
@@ -350,7 +364,7 @@ def test_changes_without_seqnos_are_refused() -> None:
     stream = streaming()
     stream.on(marker())
     with pytest.raises(LocalProtocolError, match="TAP"):
-        stream.on(Mutation(partition=P, key=b"key"))
+        stream.on(MutationMessage(partition=P, key=b"key"))
 
 
 def test_a_position_inside_a_snapshot_must_begin_where_the_trail_ends() -> None:

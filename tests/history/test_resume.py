@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.history.cases import CASES, LOG, MIDDLE, NEW, OLD, STRANGER, Case, log
-from upper.history.resume import Resume, Rollback, answer, common_point, decide
+from upper.history.resume import Resume, RollbackTo, answer, common_point, decide, redeliver
 from upper.model.values import NO_END, START, ZERO, BranchId, FailoverLog, Position, Seqno, Snapshot, Version
 
 
@@ -31,7 +31,7 @@ def test_the_worked_example_of_the_specification() -> None:
 
     asked = Position.at(drf394, Seqno(434))
     told = decide(asked, producer, high=high, purged=ZERO)
-    assert told == Rollback(Seqno(426), "histories part at 426")
+    assert told == RollbackTo(Seqno(426), "histories diverge at 426")
 
     for branch in (qer053, drf394):  # the example names the new branch; the old one is as true of 418
         again = Position.at(branch, Seqno(418))
@@ -54,6 +54,45 @@ def test_every_answer_says_why() -> None:
                 pass
             case other:
                 assert other.why
+
+
+# ── A position that the producer keeps ────────────────────────────────────────────────────────────
+
+
+def inside(branch: BranchId, seqno: int, start: int, end: int) -> Position:
+    return Position(branch, Seqno(seqno), Snapshot(Seqno(start), Seqno(end)))
+
+
+@pytest.mark.parametrize(
+    ("sent", "acknowledged", "purged", "expected"),
+    [
+        (START, START, 0, START),
+        (START, START, 90, START),  # it has nothing, so it missed nothing
+        (Position.at(NEW, Seqno(90)), Position.at(NEW, Seqno(80)), 80, Position.at(NEW, Seqno(80))),
+        (Position.at(NEW, Seqno(90)), Position.at(NEW, Seqno(80)), 81, None),
+        (Position.at(NEW, Seqno(90)), START, 0, START),
+        (Position.at(NEW, Seqno(90)), START, 1, None),
+        (Position.at(STRANGER, Seqno(90)), START, 0, None),
+    ],
+)
+def test_a_kept_position_continues_only_where_nothing_was_missed(
+    sent: Position, acknowledged: Position, purged: int, expected: Position | None
+) -> None:
+    found = redeliver(sent, acknowledged, LOG, high=Seqno(100), purged=Seqno(purged))
+    if expected is None:
+        assert isinstance(found, RollbackTo)
+        assert (found.to, bool(found.why)) == (0, True)
+    else:
+        assert found == Resume(expected)
+
+
+def test_a_kept_position_inside_a_snapshot_continues_at_its_start_where_histories_part_in_it() -> None:
+    producer = log((NEW, 50), (OLD, 0))
+    sent = inside(OLD, 45, 40, 60)
+    found = redeliver(sent, sent, producer, high=Seqno(70), purged=ZERO)
+    assert found == Resume(Position.at(OLD, Seqno(40)))
+    beyond = inside(OLD, 55, 40, 60)  # what it may have is not part of the history
+    assert isinstance(redeliver(beyond, sent, producer, high=Seqno(70), purged=ZERO), RollbackTo)
 
 
 # ── The common point ──────────────────────────────────────────────────────────────────────────────
@@ -103,7 +142,7 @@ def test_obeying_always_ends_and_never_goes_forward(
     asked: Position, producer: FailoverLog, high: Seqno, purged: Seqno
 ) -> None:
     steps = 0
-    while isinstance(told := decide(asked, producer, high=high, purged=purged), Rollback):
+    while isinstance(told := decide(asked, producer, high=high, purged=purged), RollbackTo):
         assert told.to < asked.seqno
         asked = Position.at(asked.branch, told.to)
         steps += 1
@@ -132,7 +171,7 @@ def test_the_common_point_is_accepted_and_no_newer_known_one_is(
     assert isinstance(decide(best, producer, high=high, purged=purged), Resume)
     for position in known:
         if position.seqno > best.seqno:
-            assert isinstance(decide(position, producer, high=high, purged=purged), Rollback)
+            assert isinstance(decide(position, producer, high=high, purged=purged), RollbackTo)
 
 
 def test_a_request_without_end_never_ends() -> None:

@@ -1,4 +1,4 @@
-"""Whoever obeys ends equal: the machines of both sides, over generated histories of several nodes."""
+"""A consumer that follows the protocol ends equal: the machines of both sides, over generated histories."""
 
 from __future__ import annotations
 
@@ -110,18 +110,22 @@ BOUNDS = pytest.mark.parametrize("bounds", [True, False], ids=["markers with bou
 @BOUNDS
 @settings(max_examples=2 * settings().max_examples)
 @given(history=st.lists(steps, min_size=10, max_size=120))
-def test_whoever_obeys_ends_equal_however_often_it_is_interrupted(bounds: bool, history: list[Step]) -> None:
+def test_a_correct_consumer_ends_equal_however_often_it_is_interrupted(
+    bounds: bool, history: list[Step]
+) -> None:
     play(history, bounds=bounds)
 
 
 @BOUNDS
 @pytest.mark.parametrize("seed", range(20))
-def test_whoever_obeys_ends_equal_after_long_histories(bounds: bool, seed: int) -> None:
+def test_a_correct_consumer_ends_equal_after_long_histories(bounds: bool, seed: int) -> None:
     dice = random.Random(seed)
     seen: Counter[str] = Counter()
     for _ in range(15):
         length = dice.randrange(50, 300)
         history = [(dice.choice(NAMES), dice.randrange(NODES), dice.randrange(1, 5)) for _ in range(length)]
         seen += play(history, bounds=bounds).seen
-    for needed in ("rolled back to 0", "rolled back to a snapshot end", "took over", "flushed", "too slow"):
+    # DCP, which has markers with bounds, has no flush: its streams end, and followers go back to 0.
+    flushed = () if bounds else ("flushed",)
+    for needed in ("rolled back to 0", "rolled back to a snapshot end", "took over", "too slow", *flushed):
         assert seen[needed], f"no history of seed {seed} got there: {needed}"

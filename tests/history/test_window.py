@@ -59,7 +59,7 @@ def test_half_a_window_is_acknowledged_at_once() -> None:
 def test_the_two_sides_never_wait_for_each_other(size: int, packets: list[int]) -> None:
     window, side = FlowWindow(size), Acknowledgements(size)
     for packet in packets:
-        assert not window.full  # nobody is stuck: all that was sent has been processed
+        assert not window.full  # no deadlock: all that was sent has been processed
         window.sent(packet)
         assert window.under_way <= size + packet
         if due := side.processed(packet):

@@ -15,6 +15,7 @@ except ImportError:
 
 MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
 GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ = bytes.fromhex("000104090a0c0d1114")
+SET_WITH_META = 0xA2
 
 
 def packet(
@@ -71,6 +72,22 @@ def set_(
     return packet(opcode, extras=pack(">II", flags, expiration), key=key, value=value, **head)
 
 
+def copy(
+    key: bytes,
+    value: bytes,
+    *,
+    flags: int = 0,
+    expiration: int = 0,
+    revision: int = 1,
+    new_cas: int = 1,
+    options: int = 0,
+    **head: int,
+) -> bytes:
+    """A SET_WITH_META."""
+    extras = pack(">IIQQI", flags, expiration, revision, new_cas, options)
+    return packet(SET_WITH_META, extras=extras, key=key, value=value, **head)
+
+
 def response(opcode: int, *, status: int = 0, **rest: int | bytes) -> bytes:
     return packet(opcode, magic=0x81, partition=status, **rest)  # type: ignore[arg-type]
 
@@ -84,7 +101,7 @@ class Store(Table):
 
     @property
     def facts(self) -> tuple[object, ...]:
-        counts = (self.high, self.durable, self.tombstones, self.size)
+        counts = (self.high, self.durable, self.tombstones, self.size, self.evicted)
         return (*counts, self.first_batch, self.last_batch, list(self.items.items()))
 
     def __eq__(self, other: object) -> bool:
@@ -97,19 +114,26 @@ class Store(Table):
 
     def __deepcopy__(self, _: object) -> Store:
         made = Store(high=self.high, durable=self.durable)
-        made.tombstones, made.size, made.items = self.tombstones, self.size, dict(self.items)
+        for key, entry in self.items.items():
+            if isinstance(entry, int):
+                put_location(made, key, entry)
+            else:
+                made.items.put(entry)
         made.first_batch, made.last_batch = self.first_batch, self.last_batch
         return made
 
     def holding(self, *records: bytes) -> Store:
         """Records as if they had been written and synced."""
         for record in records:
-            start = 24 + record[4]
-            self.items[record[start : start + int.from_bytes(record[2:4], "big")]] = record
+            self.items.put(record[:12] + bytes(4) + record[16:])
             self.high = self.durable = int.from_bytes(record[24:32], "big")
-            self.size += len(record)
-            self.tombstones += record[1] != MUTATION
         return self
+
+
+def put_location(store: Table, key: bytes, place: int) -> None:
+    """An entry whose value is not in memory."""
+    store.items.put(change(key, bytes(100), seqno=place >> 80))
+    assert store.items.move_out(key, place >> 80, place)
 
 
 @dataclass
@@ -188,11 +212,37 @@ def other_packets(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
+def replica_streams(draw: st.DrawFn) -> bytes:
+    """Snapshots of several partitions, whole and in pieces, mostly with seqnos that grow; some damaged."""
+    pieces: list[bytes] = []
+    seqno = draw(st.integers(0, 9))
+    for _ in range(draw(st.integers(1, 5))):
+        partition = draw(st.integers(0, 6))
+        pieces.append(packet(0x54, partition=partition, opaque=partition))
+        for _ in range(draw(st.integers(0, 3))):
+            seqno += draw(st.integers(-1, 3).map(lambda step: step or 1)) + (seqno == 0)
+            value = draw(st.none() | values)
+            opcode = draw(st.sampled_from([DELETION, EXPIRATION])) if value is None else MUTATION
+            expiration, cas = draw(st.just(0) | u32), draw(u64)
+            key = draw(small_keys) * draw(st.sampled_from([1, 1, 1, 1, 1, 1, 1, 200]))
+            made = change(
+                key, value, seqno=seqno, opcode=opcode, expiration=expiration, cas=cas,
+                partition=partition, opaque=partition,
+            )  # fmt: skip
+            pieces.append(made)
+        if draw(st.integers(0, 8)):
+            pieces.append(packet(0x55, partition=partition, opaque=partition))
+    return draw(damaged(st.just(b"".join(pieces)))) if draw(st.booleans()) else b"".join(pieces)
+
+
+@st.composite
 def requests(draw: st.DrawFn, partitions: int = 4) -> bytes:
     """Mostly what a run handles, with now and then something that it must leave alone."""
     odd = draw(st.integers(0, 9)) == 0
     opcode = draw(
-        st.sampled_from([GET, SET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ] + [0x02] * odd)
+        st.sampled_from(
+            [GET, SET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ, SET_WITH_META] + [0x02] * odd
+        )
     )
     head = {
         "partition": draw(st.integers(0, partitions + odd)),
@@ -207,6 +257,17 @@ def requests(draw: st.DrawFn, partitions: int = 4) -> bytes:
             flags=draw(u32),
             expiration=draw(st.integers(0, odd)),
             opcode=opcode,
+            **head,
+        )
+    if opcode == SET_WITH_META:
+        return copy(
+            draw(small_keys),
+            draw(values),
+            flags=draw(u32),
+            expiration=draw(st.integers(0, odd)),
+            revision=draw(st.integers(1 - odd, 4) | st.sampled_from([2**62 - 1, 2**62])),
+            new_cas=draw(st.integers(1 - odd, 1000) | st.sampled_from([2**62 - 1, 2**62, 2**64 - 1])),
+            options=draw(st.integers(0, 1 + odd)),
             **head,
         )
     key = b"" if opcode == NOOP else draw(small_keys)

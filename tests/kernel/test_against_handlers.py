@@ -15,10 +15,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernel.packets import DELETE, DELETEQ, GET, GETK, GETKQ, GETQ, NOOP, SET, SETQ, packet, set_
+from tests.kernel.packets import (
+    DELETE,
+    DELETEQ,
+    GET,
+    GETK,
+    GETKQ,
+    GETQ,
+    NOOP,
+    SET,
+    SET_WITH_META,
+    SETQ,
+    copy,
+    packet,
+    set_,
+)
 from tests.nodes import Node
 
 HELLO, GET_META, SEQNOS = 0x1F, 0xA0, 0x48
+CHANGING = (SET, SETQ, DELETE, DELETEQ, SET_WITH_META)
 MUTATION_TOKENS = pack(">H", 4)
 
 
@@ -55,7 +70,7 @@ class Line:
         here = [request[:6] + pack(">H", self.partition) + request[8:] for request in requests]
         plain = []
         for answer in self.ask(here):
-            if self.tokens and answer[1] in (SET, SETQ, DELETE, DELETEQ) and answer[6:8] == b"\0\0":
+            if self.tokens and answer[1] in CHANGING and answer[6:8] == b"\0\0":
                 assert (answer[4], len(answer)) == (16, 40)
                 answer = answer[:4] + b"\0" + answer[5:8] + bytes(4) + answer[12:24]
             if answer[6:8] != b"\0\0":
@@ -85,7 +100,9 @@ def requests(draw: st.DrawFn) -> list[bytes]:
     key = st.sampled_from([b"a", b"b", b"k" * 250]) | st.sampled_from([b"", b"k" * 251])
     made = []
     for opaque in range(draw(st.integers(1, 12))):
-        opcode = draw(st.sampled_from([GET, GETQ, GETK, GETKQ, SET, SET, SETQ, DELETE, DELETEQ, NOOP]))
+        opcode = draw(
+            st.sampled_from([GET, GETQ, GETK, GETKQ, SET, SETQ, DELETE, DELETEQ, NOOP, SET_WITH_META])
+        )
         if opcode in (SET, SETQ):
             made.append(
                 set_(
@@ -93,6 +110,18 @@ def requests(draw: st.DrawFn) -> list[bytes]:
                     draw(st.binary(max_size=9)),
                     flags=draw(st.integers(0, (1 << 32) - 1)),
                     opcode=opcode,
+                    opaque=opaque,
+                )
+            )
+        elif opcode == SET_WITH_META:
+            made.append(
+                copy(
+                    draw(key),
+                    draw(st.binary(max_size=9)),
+                    flags=draw(st.integers(0, 3)),
+                    revision=draw(st.integers(0, 5) | st.sampled_from([2**62 - 1, 2**62])),
+                    new_cas=draw(st.integers(0, 3) | st.just(2**62)),
+                    options=draw(st.integers(0, 1)),
                     opaque=opaque,
                 )
             )
@@ -107,7 +136,7 @@ def requests(draw: st.DrawFn) -> list[bytes]:
 
 @settings(max_examples=60)
 @given(stream=requests())
-def test_whoever_answers_the_answer_is_the_same(lines: tuple[Line, Line], stream: list[bytes]) -> None:
+def test_the_kernel_and_the_handlers_answer_alike(lines: tuple[Line, Line], stream: list[bytes]) -> None:
     run, handlers = lines
     assert run.answers(stream) == handlers.answers(stream)
     meta = [packet(GET_META, key=key) for key in (b"a", b"b", b"k" * 250)]

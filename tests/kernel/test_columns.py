@@ -44,6 +44,7 @@ def expected_row(record: bytes, branches: array[int]) -> dict[str, object]:
         "flags": signed(number(40, 4), 32) if live else 0,
         "expiration": signed(number(44, 4), 32) if live else 0,
         "lock_time": signed(number(48, 4), 32) if live else 0,
+        "data_type": record[5],
     }
 
 
@@ -68,6 +69,7 @@ def test_the_schema_is_the_one_that_spark_takes(kernel: ModuleType) -> None:
             "expiration": pa.int32(),
             "lock_time": pa.int32(),
             "changed_at": pa.timestamp("us", tz="UTC"),
+            "data_type": pa.int32(),
         }
     )
     assert all(field.nullable for field in batch.schema)
@@ -90,6 +92,13 @@ def test_numbers_keep_all_their_bits(kernel: ModuleType) -> None:
     (row,) = rows(kernel.to_arrow(record, 0, len(record), numbers(ALL_ONES)))
     assert [row[name] for name in ("seqno", "revision", "cas", "branch", "flags")] == [-1] * 5
     assert row["value"] == b""
+
+
+def test_a_change_keeps_its_data_type(kernel: ModuleType) -> None:
+    record = bytearray(change(b"k", b"v") + change(b"l", b"w"))
+    record[5] = 0xFF
+    batch = kernel.to_arrow(bytes(record), 0, len(record), numbers(0))
+    assert batch["data_type"].to_pylist() == [255, 0]
 
 
 def test_the_time_of_a_change_is_read_from_its_cas(kernel: ModuleType) -> None:

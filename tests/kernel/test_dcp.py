@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from tests.kernel.packets import DELETION, FLUSH, change, changes, dcp_changes, numbers, packet
 from upper.errors import BadLength, Truncated
-from upper.model.messages import Deletion, Expiration, Mutation
-from upper.wire.codes import Side
+from upper.model.messages import DeletionMessage, ExpirationMessage, MutationMessage
+from upper.wire.codes import DcpForm, Side
 from upper.wire.dcp import DCP
 from upper.wire.upr import UPR
+
+FORMS = (1, 3, 7)
+COMPLETE = 15
 
 
 def plain_changes() -> st.SearchStrategy[list[bytes]]:
@@ -32,23 +35,51 @@ def cut(data: bytes) -> list[bytes]:
     return found
 
 
-@given(records=plain_changes(), opaque=st.integers(0, 0xFFFF_FFFF))
-def test_dcp_says_of_a_record_what_upr_says(kernel: ModuleType, records: list[bytes], opaque: int) -> None:
-    sent = cut(kernel.join(records, opaque, dcp=True))
+@given(records=plain_changes(), opaque=st.integers(0, 0xFFFF_FFFF), form=st.sampled_from(FORMS))
+def test_a_record_means_the_same_in_dcp_and_upr(
+    kernel: ModuleType, records: list[bytes], opaque: int, form: int
+) -> None:
+    sent = cut(kernel.join(records, opaque, dcp=form))
     assert len(sent) == len(records)
     for packet_, record in zip(sent, records, strict=True):
         said = DCP.decode(packet_, by=Side.SERVER)
         meant = UPR.decode(record, by=Side.SERVER)
-        assert isinstance(meant, Mutation | Deletion | Expiration)
-        assert said == replace(meant, opaque=opaque)
-        assert DCP.encode(replace(meant, opaque=opaque)) == packet_
+        assert isinstance(meant, MutationMessage | DeletionMessage | ExpirationMessage)
+        expected = in_form(replace(meant, opaque=opaque), form)
+        assert said == expected
+        assert DCP.encode(expected) == packet_
+
+
+def in_form(change: MutationMessage | DeletionMessage, form: int) -> MutationMessage | DeletionMessage:
+    """What this form of DCP says of a change."""
+    if isinstance(change, MutationMessage):
+        return change
+    kind = (
+        ExpirationMessage
+        if isinstance(change, ExpirationMessage) and form & DcpForm.EXPIRATIONS
+        else DeletionMessage
+    )
+    said = {
+        name: getattr(change, name) for name in ("partition", "key", "seqno", "revision", "cas", "opaque")
+    }
+    if form & DcpForm.DELETE_TIMES:
+        said["deleted_at"] = change.cas // 10**9 & 0xFFFF_FFFF
+    return kind(**said)
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_data_type_is_sent_to_those_who_negotiated_it(kernel: ModuleType, typed: bool) -> None:
+    record = change(b"a", b"{}")
+    record = record[:5] + b"\1" + record[6:]
+    sent = kernel.join([record], 1, dcp=DcpForm.PLAIN | (DcpForm.DATA_TYPES if typed else 0))
+    assert sent[5] == typed
 
 
 @given(records=st.lists(changes(), max_size=8))
 def test_records_come_back_as_they_went(kernel: ModuleType, records: list[bytes]) -> None:
     at_rest = [record[:12] + bytes(4) + record[16:] for record in records]
     for dcp in (False, True):
-        data = b"##" + kernel.join(records, 7, dcp=dcp) + b"##"
+        data = b"##" + kernel.join(records, 7, dcp=COMPLETE if dcp else 0) + b"##"
         found = kernel.records(data, 2, len(data) - 2, dcp=dcp)
         # DCP's deletions are taken without their data type: it speaks of a value that is not there.
         assert found == [r[:5] + b"\0" + r[6:] if dcp and r[1] != 0x56 else r for r in at_rest]

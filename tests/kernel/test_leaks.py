@@ -18,16 +18,22 @@ def work(kernel: ModuleType) -> None:
     wrong = bytes(data) + b"\x00" * 30
     traffic = b"".join(set_(b"k%d" % (n % 9), b"v") + packet(GET, key=b"k1") for n in range(50))
     traffic += packet(DELETE, key=b"k1") + packet(NOOP) + packet(0x02, key=b"a")
-    items: dict[bytes, bytes | int] = {b"%d" % n: record for n, record in enumerate(records)}
+    items = kernel.RecordMap()
+    for record in records + [change(b"large", bytes(n), seqno=n) for n in range(990, 1060)]:
+        items.put(record)
     kernel.scan(data, 0, numbers(0, 0))
     kernel.run(traffic, 0, [Store()], Clock(), [], bytearray())
-    kernel.replay(data, 0, len(data), [{}], numbers(0))
+    kernel.replay(data, 0, len(data), [kernel.RecordMap()], numbers(0))
     kernel.columns(data, 0, len(data), numbers(1))
     kernel.records(data, 0, len(data))
     kernel.join(records, 1, dcp=True)
     kernel.retarget(data, 0, len(data), 9)
-    kernel.after(items, 20)
-    kernel.measure(items)
+    view = items.after(20)
+    items.move_out(b"large", 1059, 1059 << 80 | 100)
+    for one in (view, items.after(0)):
+        one.places(), one.deletions(), one.take(1000)
+    view.join(2000, 1, dcp=1)
+    items.expiring(), items.some_keys(1, 5), items.forget(b"k1", 2), items.get(b"k2")
     kernel.group(records)
     kernel.latest(records * 2)
     for bad in (broken, wrong, bytearray(wrong)):

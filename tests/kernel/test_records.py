@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from tests.kernel.packets import EXPIRATION, FLUSH, MUTATION, change, changes, numbers, packet
 from upper.errors import Truncated
+from upper.kernel import plain
+from upper.wire.stream_encoder import stream_encoder
+from upper.wire.upr import UPR
 
 records_ = st.lists(changes(), max_size=20)
 
@@ -84,9 +87,9 @@ def test_a_replay_ends_where_the_writing_ended(kernel: ModuleType, records: list
     last = [0] * 4
     for record in records:
         expected[record[7]].pop(key_of(record), None)
-        expected[record[7]][key_of(record)] = record
+        expected[record[7]][key_of(record)] = record[:12] + bytes(4) + record[16:]
         last[record[7]] = int.from_bytes(record[24:32], "big")
-    tables: list[dict[bytes, bytes]] = [{} for _ in range(4)]
+    tables = [kernel.RecordMap() for _ in range(4)]
     highs = numbers(0, 0, 0, 0)
     data = b"##" + b"".join(records)
     assert kernel.replay(data, 2, len(data), tables, highs) == len(data)
@@ -112,7 +115,7 @@ def test_a_replay_ends_where_the_writing_ended(kernel: ModuleType, records: list
 )
 def test_a_replay_stops_at_what_is_not_a_change(kernel: ModuleType, stop: bytes) -> None:
     first = change(b"a", b"1", partition=1)
-    tables: list[dict[bytes, bytes]] = [{}, {}]
+    tables = [kernel.RecordMap(), kernel.RecordMap()]
     data = first + stop
     assert kernel.replay(data, 0, len(data), tables, numbers(0, 0)) == len(first)
     assert tables == [{}, {b"a": first}]
@@ -121,44 +124,46 @@ def test_a_replay_stops_at_what_is_not_a_change(kernel: ModuleType, stop: bytes)
 def test_a_replay_goes_no_further_than_its_end(kernel: ModuleType) -> None:
     first = change(b"a", b"1")
     data = first * 3
-    assert kernel.replay(data, 0, 2 * len(first) - 1, [{}], numbers(0)) == len(first)
+    tables = [kernel.RecordMap()]
+    assert kernel.replay(data, 0, 2 * len(first) - 1, tables, numbers(0)) == len(first)
     with pytest.raises(ValueError, match="do not lie within"):
-        kernel.replay(data, 0, len(data) + 1, [{}], numbers(0))
+        kernel.replay(data, 0, len(data) + 1, tables, numbers(0))
 
 
-# ── after, measure ────────────────────────────────────────────────────────────────────────────────
+# ── In order ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(seqnos=st.lists(st.integers(1, 1 << 48), unique=True, max_size=30), since=st.integers(-1, 1 << 48))
 def test_what_comes_after_a_seqno_comes_in_order(kernel: ModuleType, seqnos: list[int], since: int) -> None:
-    items: dict[bytes, bytes | int] = {}
-    for number, seqno in enumerate(sorted(seqnos)):
-        key = b"%d" % number
-        items[key] = seqno << 80 | number if number % 3 == 0 else change(key, b"1", seqno=seqno)
+    items, expected = kernel.RecordMap(), list[bytes]()
     mark = sorted(seqnos)[len(seqnos) // 2] if seqnos and since % 2 else since
-    expected = [entry for entry, seqno in zip(items.values(), sorted(seqnos), strict=True) if seqno > mark]
-    assert kernel.after(items, mark) == expected
+    for number, seqno in enumerate(sorted(seqnos)):
+        record = change(b"%d" % number, b"1", seqno=seqno)
+        items.put(record)
+        expected += [record] if seqno > mark else []
+    view = items.after(mark)
+    assert len(view) == len(expected)
+    assert view.take(1 << 40) == expected
 
 
 @given(lengths=st.lists(st.integers(0, 60), max_size=30), size=st.integers(1, 500))
-def test_a_stack_is_taken_from_the_top_in_pieces(kernel: ModuleType, lengths: list[int], size: int) -> None:
-    records = [change(b"%d" % number, bytes(length)) for number, length in enumerate(lengths)]
-    stack, pieces = records[::-1], list[list[bytes]]()
-    while stack:
-        pieces.append(kernel.take(stack, size))
+def test_a_view_is_taken_from_the_first_entry_on_in_pieces(
+    kernel: ModuleType, lengths: list[int], size: int
+) -> None:
+    records = [
+        change(b"%d" % number, bytes(length), seqno=number + 1) for number, length in enumerate(lengths)
+    ]
+    items, pieces = kernel.RecordMap(), list[list[bytes]]()
+    for record in records:
+        items.put(record)
+    view = items.after(0)
+    while piece := view.take(size):
+        pieces.append(piece)
     assert [record for piece in pieces for record in piece] == records
     for piece in pieces:
         assert sum(map(len, piece[:-1])) < size  # one less would not have been enough
     for piece in pieces[:-1]:
         assert sum(map(len, piece)) >= size
-    assert kernel.take([], size) == []
-
-
-def test_a_partition_is_measured_by_its_records(kernel: ModuleType) -> None:
-    expiring = change(b"b", b"1", expiration=5)
-    entries = [change(b"a", b"1"), expiring, change(b"c", None), 9 << 80]
-    size = sum(len(entry) for entry in entries if isinstance(entry, bytes))
-    assert kernel.measure({b"%d" % n: entry for n, entry in enumerate(entries)}) == (1, size, [expiring])
 
 
 # ── group, latest ─────────────────────────────────────────────────────────────────────────────────
@@ -186,7 +191,7 @@ def test_the_latest_of_each_key_stands_once_at_its_own_place(
     assert (found is records) == (len(last) == len(records))
 
 
-def test_a_flush_is_nobodys_latest_and_keeps_its_place(kernel: ModuleType) -> None:
+def test_a_flush_is_kept_at_its_place_among_the_latest(kernel: ModuleType) -> None:
     old, flush, new = change(b"a", b"1"), packet(FLUSH), change(b"a", b"2", seqno=3)
     assert kernel.latest([old, flush, flush, new]) == [flush, flush, new]
 
@@ -196,3 +201,26 @@ def test_a_record_that_lies_about_its_key_is_refused(kernel: ModuleType) -> None
     record[2] = 0xFF
     with pytest.raises(ValueError, match="not a record"):
         kernel.latest([bytes(record)])
+
+
+def test_a_commit_is_framed_as_the_encoder_of_upr_frames_it(kernel: ModuleType) -> None:
+    """Each key once, between the markers of its snapshot; partitions without a slot are left out."""
+    encoder = stream_encoder(UPR, plain.join)
+    first, again = change(b"a", seqno=1, partition=3), change(b"a", seqno=2, partition=3)
+    other, left = change(b"b", None, seqno=9, partition=7), change(b"c", partition=1)
+    groups = {3: [first, again], 7: [other], 1: [left]}
+    opaques = {3: 0xFFFF_FFFF, 7: 8}
+    framed = {
+        partition: b"".join(
+            (
+                encoder.snapshot_start(partition, opaque),
+                encoder.records([record], opaque),
+                encoder.snapshot_end(partition, opaque),
+            )
+        )
+        for (partition, opaque), record in zip(opaques.items(), (again, other), strict=True)
+    }
+    slots = {partition: partition << 32 | opaque for partition, opaque in opaques.items()}
+    data, items, counted = kernel.frame(groups, slots)
+    assert data == framed[3] + framed[7]
+    assert (items, counted) == (2, {p: (1, len(bytes_)) for p, bytes_ in framed.items()})

@@ -19,15 +19,19 @@ from tests.kernel.packets import (
     GETQ,
     MUTATION,
     NOOP,
+    SET_WITH_META,
     SETQ,
     Clock,
     Store,
     change,
+    copy,
     packet,
+    put_location,
     requests,
     response,
     set_,
 )
+from upper.model.values import partition_of
 
 LAST = (1 << 48) - 1
 
@@ -66,6 +70,22 @@ def test_a_set_becomes_a_record_and_an_answer_with_its_cas(kernel: ModuleType) -
     assert (store.high, store.size, store.tombstones, ran.clock.last) == (10, len(record), 0, 1001)
 
 
+@given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=40, unique=True))
+def test_requests_that_name_no_partition_go_by_the_hash_of_their_key(
+    kernel: ModuleType, keys: list[bytes]
+) -> None:
+    stores = [Store() for _ in range(8)]
+    data = b"".join(set_(key, b"v") for key in keys)
+    assert Ran(kernel, data, *stores, routed=True).whole
+    for number, store in enumerate(stores):
+        assert set(store.items) == {key for key in keys if partition_of(key, 8) == number}
+        for record in store.items.values():
+            assert isinstance(record, bytes)
+            assert record[6:8] == number.to_bytes(2, "big")
+    named = set_(b"k", b"v") + packet(NOOP, partition=1)
+    assert Ran(kernel, named, *stores, routed=True).at == len(set_(b"k", b"v"))
+
+
 def test_an_overwrite_moves_the_key_to_the_end_and_counts_its_revision_on(kernel: ModuleType) -> None:
     store = Store().holding(change(b"a", b"1", seqno=1, revision=4), change(b"b", b"1", seqno=2))
     ran = Ran(kernel, set_(b"a", b"22"), store)
@@ -73,6 +93,45 @@ def test_an_overwrite_moves_the_key_to_the_end_and_counts_its_revision_on(kernel
     assert list(store.items.values()) == [change(b"b", b"1", seqno=2), new]
     assert store.size == len(new) + len(change(b"b", b"1"))
     assert ran.pending == [new]
+
+
+@pytest.mark.parametrize("options", [0, 1])
+def test_a_copy_keeps_its_revision_and_cas(kernel: ModuleType, options: int) -> None:
+    store = Store().holding(change(b"a", b"1", seqno=1, revision=4, cas=500))
+    ran = Ran(kernel, copy(b"a", b"22", flags=9, revision=7, new_cas=600, options=options, opaque=3), store)
+    new = change(b"a", b"22", flags=9, seqno=2, revision=7, cas=600)
+    assert ran.whole
+    assert ran.waits
+    assert ran.pending == [new]
+    assert ran.out == response(SET_WITH_META, opaque=3, cas=600)
+    assert store.items == {b"a": new}
+    assert (store.high, store.size, ran.clock.last) == (2, len(new), 1000)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        copy(b"a", b"2", revision=4, new_cas=500),
+        copy(b"a", b"2", revision=3, new_cas=900),
+        copy(b"a", b"2", revision=9, new_cas=1001),  # past the clock
+        copy(b"a", b"2", revision=9, new_cas=0),
+        copy(b"a", b"2", revision=0, new_cas=600),
+        copy(b"a", b"2", revision=9, new_cas=600, expiration=5),
+        copy(b"a", b"2", revision=9, new_cas=600, options=2),
+        copy(b"a", b"2", revision=9, new_cas=600, data_type=1),
+    ],
+)
+def test_a_copy_that_is_not_plainly_newer_is_left_to_the_handler(kernel: ModuleType, request_: bytes) -> None:
+    store = Store().holding(old := change(b"a", b"1", seqno=1, revision=4, cas=500))
+    ran = Ran(kernel, request_, store)
+    assert (ran.at, ran.pending, len(ran.out)) == (0, [], 0)
+    assert store.items == {b"a": old}
+
+
+def test_a_forced_copy_replaces_a_newer_version(kernel: ModuleType) -> None:
+    store = Store().holding(change(b"a", b"1", seqno=1, revision=4, cas=500))
+    assert Ran(kernel, copy(b"a", b"0", revision=2, new_cas=3, options=1), store).whole
+    assert store.items == {b"a": change(b"a", b"0", seqno=2, revision=2, cas=3)}
 
 
 def test_a_key_behind_a_tombstone_takes_up_its_revision(kernel: ModuleType) -> None:
@@ -93,7 +152,7 @@ def test_a_delete_leaves_a_tombstone(kernel: ModuleType) -> None:
     assert ran.pending == [tombstone]
 
 
-def test_a_delete_tells_its_cas_to_those_who_can_take_it(kernel: ModuleType) -> None:
+def test_a_delete_returns_its_cas_to_clients_that_sent_hello(kernel: ModuleType) -> None:
     store = Store().holding(change(b"a", b"1"))
     assert Ran(kernel, packet(DELETE, key=b"a"), store, delete_cas=True).out == response(DELETE, cas=1001)
 
@@ -127,7 +186,7 @@ def test_a_miss_is_an_answer_for_those_who_are_not_quiet(kernel: ModuleType, sto
     assert answer(GETQ) == answer(GETKQ) == b""
 
 
-def test_quiet_writes_are_silent_and_noop_tells_that_they_are_done(kernel: ModuleType) -> None:
+def test_quiet_writes_are_silent_and_a_noop_confirms_them(kernel: ModuleType) -> None:
     data = set_(b"a", b"1", opcode=SETQ) + packet(DELETEQ, key=b"a") + packet(NOOP, opaque=9)
     ran = Ran(kernel, data)
     assert ran.out == response(NOOP, opaque=9)
@@ -188,7 +247,7 @@ def test_what_needs_thought_stops_the_run_untouched(kernel: ModuleType, request_
         change(b"locked", b"1", lock_time=9),
         change(b"expires", b"1", expiration=9),
     )
-    store.items[b"evicted"] = 5 << 80
+    put_location(store, b"evicted", 5 << 80)
     before = dict(store.items)
     ran = Ran(kernel, packet(NOOP) + request_, store, None, limit=5)
     assert ran.at == 24
@@ -251,6 +310,7 @@ def test_a_run_keeps_every_promise_of_a_partition(
         assert store.tombstones == sum(record[1] != MUTATION for record in records)
         assert all(record in written for record in records)
     stamps = [int.from_bytes(record[16:24], "big") for record in ran.pending]
+    stamps = [stamp for stamp in stamps if stamp > 1000]  # a copy has an older one
     assert stamps == list(range(1001, 1001 + len(stamps)))
     assert ran.clock.last == 1000 + len(stamps)
     assert ran.waits or not ran.pending

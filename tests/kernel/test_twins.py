@@ -18,11 +18,14 @@ from tests.kernel.packets import (
     dcp_changes,
     numbers,
     other_packets,
+    put_location,
+    replica_streams,
     requests,
     u64,
 )
 from upper.errors import UpperError
 from upper.kernel import plain
+from upper.record.location import location
 
 compiled = pytest.importorskip(
     "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` says why"
@@ -67,16 +70,38 @@ def test_they_take_records_out_alike(data: bytes, dcp_data: bytes, start: int, e
             alike("records", stream, start, end, dcp=dcp)
 
 
+@given(st.lists(changes() | st.just(b"short"), max_size=8), st.dictionaries(st.integers(0, 3), u64))
+def test_they_frame_alike(records: list[bytes], slots: dict[int, int]) -> None:
+    try:
+        groups = plain.group(records)
+    except ValueError:
+        groups = {0: records, 1: []}
+    alike("frame", groups, slots)
+
+
+@given(replica_streams(), spots, st.lists(changes(), max_size=6))
+def test_they_apply_alike(data: bytes, start: int, held: list[bytes]) -> None:
+    """To partitions between snapshots, inside one, at no seqno and at the last, evicted, absent."""
+    first, last = Store().holding(*held), Store(high=(1 << 48) - 3)
+    put_location(first, b"\x00", location(7, 1, 2, 30))
+    first.high = min(first.high, 20)
+    tables: list[Store | None] = [first, last, Store(high=3), Store(), None, Store(high=1)]
+    for at in (0, start):
+        alike("apply", data, at, tables, bytearray(b"\0\0\1\0\0\2"), [b"before"], bytearray(b"x"))
+        alike("apply", data, at, tables, bytearray(b"\1\1\1\1\1"), [], bytearray())
+
+
 @given(traffic, spots, st.lists(changes(), max_size=6), u64, st.booleans())
 def test_they_run_alike(data: bytes, start: int, held: list[bytes], last: int, delete_cas: bool) -> None:
     table: list[Store | None] = [Store().holding(*held), Store(high=(1 << 48) - 3), None, Store()]
     first = table[0]
     assert first is not None
-    first.items[b"\x00"] = 7 << 80
+    put_location(first, b"\x00", 7 << 80)
     first.high = min(first.high, (1 << 48) - 1)
     for at, clock in ((0, Clock()), (start, Clock(last))):
         alike("run", data, at, table, clock, [], bytearray(b"x"), limit=40, room=600, delete_cas=delete_cas)
         alike("run", data, at, [Store() for _ in range(5)], clock, [], bytearray())
+        alike("run", data, at, [Store() for _ in range(8)], clock, [], bytearray(), routed=True)
 
 
 @given(traffic, st.lists(changes(), max_size=6))
@@ -102,21 +127,18 @@ def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> Non
             assert stores[plain] == stores[compiled]
 
 
-@given(st.lists(changes(), max_size=12), spots, spots)
-def test_they_gather_alike(records: list[bytes], start: int, end: int) -> None:
-    alike("gather", records, start, end)
-    alike("gather", records, 0, len(records))
-
-
-@given(st.lists(changes(), max_size=12), st.integers(-1, 400))
-def test_they_take_alike(stack: list[bytes], size: int) -> None:
-    alike("take", stack, size)
-
-
 @given(streams, spots, spots)
 def test_they_replay_alike(data: bytes, start: int, end: int) -> None:
-    alike("replay", data, 0, len(data), [{} for _ in range(4)], numbers(0, 0, 0, 0))
-    alike("replay", data, start, end, [{}, {}, {}], numbers(0, 0))
+    def replayed(twin: Any, begin: int, past: int, count: int) -> object:
+        tables, highs = [twin.RecordMap() for _ in range(4)], numbers(*[0] * count)
+        try:
+            at = twin.replay(data, begin, past, tables, highs)
+        except ValueError as error:
+            at = str(error)
+        return at, [list(table.items()) for table in tables], list(highs)
+
+    assert replayed(plain, 0, len(data), 4) == replayed(compiled, 0, len(data), 4)
+    assert replayed(plain, start, end, 2) == replayed(compiled, start, end, 2)
 
 
 @given(streams, spots, st.integers(0, 400))
@@ -139,13 +161,9 @@ def test_they_retarget_alike(data: bytes, start: int, end: int, opaque: int) -> 
 
 
 @given(st.lists(changes() | other_packets() | st.binary(max_size=60), max_size=12), u64)
-def test_they_treat_lists_and_maps_alike(records: list[bytes], number: int) -> None:
+def test_they_treat_lists_alike(records: list[bytes], number: int) -> None:
     alike("join", records, number & 0xFFFF_FFFF)
-    alike("join", records, 7, dcp=True)
+    for form in range(1, 16):
+        alike("join", records, 7, dcp=form)
     alike("group", records)
     alike("latest", records)
-    whole = [record for record in records if len(record) >= 48]
-    items = {b"%d" % n: record for n, record in enumerate(sorted(whole, key=lambda r: r[24:32]))}
-    alike("measure", items)
-    alike("after", items, number)
-    alike("after", items, 25)

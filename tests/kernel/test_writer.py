@@ -75,7 +75,7 @@ def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
         assert not rings(writer)
 
 
-def test_what_fails_is_told_and_forgotten(writer: Writer, tmp_path: Path) -> None:
+def test_a_failure_is_reported_once(writer: Writer, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
         writer.begin(full, open_frame(1, 0), [b"record"])
@@ -91,7 +91,7 @@ def test_what_fails_is_told_and_forgotten(writer: Writer, tmp_path: Path) -> Non
     assert (tmp_path / "log").read_bytes() == frame(2, 0, b"record")
 
 
-def test_a_sync_that_fails_is_told(writer: Writer) -> None:
+def test_a_sync_that_fails_is_reported(writer: Writer) -> None:
     reader, end = os.pipe()
     try:
         writer.begin(end, open_frame(1, 0), [b"record"])  # a pipe can be written to, and not synced
@@ -103,7 +103,7 @@ def test_a_sync_that_fails_is_told(writer: Writer) -> None:
         os.close(end)
 
 
-def test_a_write_that_stops_half_way_is_told(writer: Writer, tmp_path: Path) -> None:
+def test_a_write_that_stops_half_way_is_reported(writer: Writer, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from tests.scenarios.world import Wire, World
-from upper.client.bulk import Columns
+from upper.client.bulk import ColumnDecoder
 from upper.client.events import (
     Deletion,
     Event,
@@ -21,14 +21,13 @@ from upper.client.events import (
     StateChange,
 )
 from upper.client.follow import Follower, FollowSettings
-from upper.client.lane import Lane
-from upper.client.plan import Plan, Wanted
+from upper.client.partition_consumer import PartitionConsumer
+from upper.client.plan import ChangesRequest, Plan
 from upper.client.positions import Positions
-from upper.client.reader import Reader, Typed
-from upper.client.url import Node
+from upper.client.reader import EventDecoder, Reader
+from upper.client.url import NodeAddress
 from upper.model.messages import StreamFlag
 from upper.model.values import Partition, Seqno
-from upper.wire.upr0 import UPR0
 
 
 @dataclass
@@ -143,10 +142,10 @@ class Consumer:
         self.copy = memory.live = memory.state.cloned()
         self.alive = True
         self.events: list[Event] = []
-        self._wires: dict[Node, Wire] = {}
-        self._unread: dict[Node, bytes] = {}
+        self._wires: dict[NodeAddress, Wire] = {}
+        self._unread: dict[NodeAddress, bytes] = {}
         random = world.random
-        self.wanted = Wanted(
+        self.wanted = ChangesRequest(
             since=memory,
             on_rollback=self._go_back,
             checkpoint_every=random.choice((0.0, 0.05, 0.5)),
@@ -156,18 +155,19 @@ class Consumer:
         flags = StreamFlag.NONE
         if until is not None:
             flags = StreamFlag.UNTIL_NOW if now else StreamFlag.WHOLE_SNAPSHOTS
-        lanes = [
-            Lane(
+        consumers = [
+            PartitionConsumer(
                 p,
                 begins.known(p),
                 until=None if until is None else until[p],
                 flags=flags,
-                log_apart=world.dialect is UPR0,
+                log_apart=not world.dialect.log_in_answer,
+                bounds=world.dialect.snapshot_bounds,
             )
             for p in world.shards
         ]
         follower = Follower(
-            lanes,
+            consumers,
             world.routes(),
             dialect=world.dialect,
             random=random.random,
@@ -175,7 +175,9 @@ class Consumer:
             settings=self.wanted.settings,
         )
         plan = Plan(follower, begins)
-        self.reader: Reader[Any] = Reader(plan, self.wanted, Columns(follower) if columns else Typed(plan))
+        self.reader: Reader[Any] = Reader(
+            plan, self.wanted, ColumnDecoder(follower) if columns else EventDecoder(plan.follower)
+        )
         self.follower = follower
         self._turn()
 
@@ -187,14 +189,14 @@ class Consumer:
             wire.cut()
 
     def _go_back(self, event: Rollback) -> Seqno | None:
-        """Most applications can go where they are told; some only further back."""
+        """Most applications can go back to the given seqno; some only further back."""
         given = [applied.seqno for applied in self.copy.trail.get(event.partition, [])]
         last = max([event.to, *given])
-        # Who asked for less than everything may have heard of more than it was given.
+        # A filtered consumer may have advanced further than its last change.
         assert event.lost[1] >= last if self.prefix else event.lost == (event.to, last), (
             "it takes back what was given"
         )
-        known = self.follower.lanes[event.partition].stream.trail.ends
+        known = self.follower.consumers[event.partition].stream.trail.ends
         if known and self.world.random.random() < 0.2:
             to = self.world.random.choice([Seqno(0), *known])
             self.copy.take_back(event.partition, to)
@@ -228,23 +230,23 @@ class Consumer:
                 self._unread.pop(node, None)
                 del self._wires[node]
                 follower.failed(node, now, "cut")
-            elif node in follower.wires and (out := follower.take_output(node)):
+            elif node in follower.connections and (out := follower.take_output(node)):
                 wire.to_node(out)
         due = self.reader.save_due()
         if due is not None and due <= now:
             self.reader.save(now)
         self.world.at(now + 0.02 + self.world.random.random() * 0.02, self._turn)
 
-    def _receive(self, node: Node, data: bytes) -> None:
+    def _receive(self, node: NodeAddress, data: bytes) -> None:
         """Bytes have come. Sometimes they are read at once, sometimes together with what comes next."""
-        if self.alive and node in self.follower.wires:
+        if self.alive and node in self.follower.connections:
             self._unread[node] = self._unread.get(node, b"") + data
             if self.world.random.random() < 0.5:
                 self._read(node)
 
-    def _read(self, node: Node) -> None:
+    def _read(self, node: NodeAddress) -> None:
         reader, now, data = self.reader, self.world.now, self._unread.pop(node)
-        if node not in self.follower.wires:
+        if node not in self.follower.connections:
             return
         reader.push(node, data, now)
         reader.asked_on(now)
@@ -262,5 +264,9 @@ class Consumer:
                     self.memory.ends.add((item.partition, item.seqno))
             reader.asked_on(now)
         wire = self._wires.get(node)
-        if wire is not None and node in self.follower.wires and (out := self.follower.take_output(node)):
+        if (
+            wire is not None
+            and node in self.follower.connections
+            and (out := self.follower.take_output(node))
+        ):
             wire.to_node(out)

@@ -40,10 +40,10 @@ def notes(path: Path) -> Iterator[Note]:
 
 def cut_on_demand(feed: Feed[upper.client.events.Event], out: int) -> None:
     for _ in sys.stdin:
-        lanes = feed._follower.lanes.values()
-        if any(lane.stream.seqno != lane.stream.consistent_at for lane in lanes):
+        consumers = feed._follower.consumers.values()
+        if any(consumer.stream.seqno != consumer.stream.consistent_at for consumer in consumers):
             os.write(out, _NOTE.pack(INSIDE, 0, 0, 0, 0))
-        for line in list(feed._lines.values()):
+        for line in list(feed._connections.values()):
             with suppress(OSError):
                 line.socket.shutdown(socket.SHUT_RDWR)
 

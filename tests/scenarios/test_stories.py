@@ -13,8 +13,9 @@ import pytest
 from tests.scenarios.copy import Consumer, Memory
 from tests.scenarios.world import Shard, World
 from upper.client.events import Rollback, SnapshotEnd
-from upper.client.lane import Stage
+from upper.history.following import FLOWING
 from upper.model.values import Partition, Seqno
+from upper.wire.dcp import DCP
 from upper.wire.table import Dialect
 from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
@@ -29,17 +30,17 @@ if ONE is not None:
 
 
 def live_through(seed: int) -> tuple[World, Consumer]:
-    """A bad day for a cluster and for whoever follows it; then peace.
+    """Failures of a cluster and of its consumers; then quiet.
 
     Every third follower reads in bulk, every fourth wants only some keys, every fifth speaks UPR/0 (which has
-    no filters), and two of three meet faults inside their handshakes as well.
+    no filters) and every fifth DCP, and two of three meet faults inside their handshakes as well.
     """
     pieces = ((1, 24, 100, 1 << 20), (60, 300))[seed % 2]
     malice = (0.0, 0.05, 0.3)[seed // 2 % 3]
-    dialect = UPR0 if seed % 5 == 2 else UPR
+    dialect = {2: UPR0, 3: DCP}.get(seed % 5, UPR)
     nodes = seed // 3 % 3 + 1
     world = World(seed, partitions=4, node_count=nodes, pieces=pieces, malice=malice, dialect=dialect)
-    memory, columns, prefix = Memory(), seed % 3 == 0, b"a" if seed % 4 == 1 and dialect is UPR else b""
+    memory, columns, prefix = Memory(), seed % 3 == 0, b"a" if seed % 4 == 1 and dialect.settings else b""
     consumer = Consumer(world, memory, columns=columns, prefix=prefix)
     random = world.random
     for _ in range(60):
@@ -62,9 +63,10 @@ def live_through(seed: int) -> tuple[World, Consumer]:
     world.malice = 0.0
     for _ in range(30):
         world.run(1)
-        lanes = consumer.follower.lanes
+        consumers = consumer.follower.consumers
         if all(
-            lanes[p].stage is Stage.FLOWING and _equal(consumer, shard) for p, shard in world.shards.items()
+            consumers[p].stream.phase in FLOWING and _equal(consumer, shard)
+            for p, shard in world.shards.items()
         ):
             break
     world.run(1)
@@ -149,7 +151,7 @@ def test_a_failover_that_lost_nothing_costs_nothing() -> None:
     assert consumer.reader.positions[P0].branch != world.shards[P0].log.versions[-1].branch
 
 
-def test_who_knows_an_older_branch_goes_back_to_it_and_not_to_the_beginning() -> None:
+def test_a_consumer_of_an_older_branch_goes_back_to_it_and_not_to_the_beginning() -> None:
     """Two failovers while it was away: its newest branch is forgotten, an older one is not."""
     world = World(3, partitions=1, node_count=1)
     memory = Memory()
@@ -183,14 +185,15 @@ def test_an_end_is_reached_under_constant_writing_and_is_consistent() -> None:
     assert consumer.follower.done
     for partition, position in consumer.reader.positions.items():
         assert position.seqno >= until[partition]
-        lane = consumer.follower.lanes[partition]
-        assert lane.stream.seqno == lane.stream.consistent_at
+        stream = consumer.follower.consumers[partition].stream
+        assert stream.seqno == stream.consistent_at
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 20) for first in range(0, 60, 20)])
 def test_an_end_is_reached_through_cuts_and_failovers_and_is_consistent(seeds: range) -> None:
     for seed in seeds:
-        world = World(seed, partitions=2, node_count=1, keys=60, pieces=(60, 300))
+        dialect = DCP if seed % 3 == 2 else UPR
+        world = World(seed, partitions=2, node_count=1, keys=60, pieces=(60, 300), dialect=dialect)
         for _ in range(60):
             world.write()
         until = {p: Seqno(shard.high) for p, shard in world.shards.items()}
@@ -205,14 +208,14 @@ def test_an_end_is_reached_through_cuts_and_failovers_and_is_consistent(seeds: r
                 world.fail_over(P0, lose=2)
         world.run(30)
         assert consumer.follower.done, f"seed {seed}"
-        for partition, lane in consumer.follower.lanes.items():
-            known = lane.stream
+        for partition, following in consumer.follower.consumers.items():
+            known = following.stream
             assert known.seqno == known.consistent_at, f"seed {seed}: partition {partition} is not consistent"
             if not world.counts["failovers"]:
                 assert known.seqno >= until[partition]
 
 
-@pytest.mark.parametrize("dialect", [UPR, UPR0], ids=["upr", "upr0"])
+@pytest.mark.parametrize("dialect", [UPR, UPR0, DCP], ids=["upr", "upr0", "dcp"])
 @pytest.mark.parametrize("seeds", CHUNKS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
 def test_now_is_reached_whatever_is_taken_back_meanwhile(seeds: range, dialect: Dialect) -> None:
     """It ends with all that was there when it began and still is, and what it saved is a true place."""
@@ -268,7 +271,7 @@ def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:
         world.run(0.05)
     world.run(2)
     (wire,) = consumer._wires.values()
-    (client,) = consumer.follower.wires.values()
+    (client,) = consumer.follower.connections.values()
     assert wire.session.acknowledged + client.acks.owed <= client.received
     if client.acks.size < 1000:
         assert wire.session.acknowledged > 0

@@ -16,25 +16,27 @@ from itertools import count
 from random import Random
 
 from upper.client.routes import Routes
-from upper.client.url import Node
+from upper.client.stream_connection import OPTIONAL
+from upper.client.url import NodeAddress
 from upper.history import resume
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
     Control,
-    Deletion,
+    DeletionMessage,
     EndReason,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
+    FlushMessage,
     Message,
-    Mutation,
+    MutationMessage,
+    Open,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnoAdvanced,
     SeqnosAnswer,
     SeqnosRequest,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamAccepted,
     StreamEnd,
@@ -116,6 +118,7 @@ class Stream:
     whole: bool
     told: Seqno  # the last seqno that the consumer knows of
     prefix: bytes = b""  # of the keys that it wants
+    resumes: Seqno | None = None  # where the snapshot begins that its consumer is inside of
     open: bool = True
 
 
@@ -141,6 +144,15 @@ class Session:
 
     def on(self, message: Message) -> None:
         match message:
+            case Open():
+                # A server before 5.0 does not have the later flags.
+                if message.flags == 1 or self.world.seed % 2:
+                    self.say(Acknowledged(opcode=0x50, opaque=message.opaque))
+                else:
+                    refused = Status.INVALID_ARGUMENTS
+                    self.say(Refusal(opcode=0x50, status=refused, opaque=message.opaque))
+            case Control() if message.opaque == OPTIONAL and self.world.random.random() < 0.5:
+                self.say(Refusal(opcode=0x5E, status=Status.INVALID_ARGUMENTS, opaque=message.opaque))
             case Control():
                 if message.name == b"filter.key.prefix":
                     self.prefix = message.setting
@@ -153,24 +165,24 @@ class Session:
                 self.say(SeqnosAnswer(opaque=message.opaque, seqnos=seqnos))
             case FailoverLogRequest():
                 self.world.ambush(self.wire, message.partition)
-                if (shard := self.mine(message.partition, message.opaque, 0x51)) is not None:
+                if (shard := self.mine(message.partition, message.opaque, FailoverLogRequest)) is not None:
                     of = {"opaque": message.opaque, "partition": shard.id}
                     self.say(FailoverLogAnswer(versions=shard.log.versions, **of))  # type: ignore[arg-type]
                 self.world.ambush(self.wire, message.partition)
             case StreamRequest():
                 self.world.ambush(self.wire, message.partition)
-                if (shard := self.mine(message.partition, message.opaque, 0x50)) is not None:
+                if (shard := self.mine(message.partition, message.opaque, StreamRequest)) is not None:
                     self.open(shard, message)
                 self.world.ambush(self.wire, message.partition)
             case _:
                 assert isinstance(message, Acknowledged), message
 
-    def mine(self, partition: Partition, opaque: int, opcode: int) -> Shard | None:
-        shard = self.world.shards[partition]
+    def mine(self, partition: Partition, opaque: int, asked: type[Message]) -> Shard | None:
+        shard, dialect = self.world.shards[partition], self.world.dialect
         if shard.owner == self.node:
             return shard
-        value = self.world.map() if self.world.random.random() < 0.5 and self.world.dialect is UPR else b""
-        opcode = opcode if self.world.dialect is UPR else 0x01
+        value = self.world.map() if self.world.random.random() < 0.5 and dialect.log_in_answer else b""
+        opcode = dialect.opcode(asked)
         status = Status.NOT_MY_VBUCKET
         self.say(Refusal(opcode=opcode, status=status, opaque=opaque, partition=partition, value=value))
         return None
@@ -179,24 +191,27 @@ class Session:
         if any(stream.open and stream.opaque == request.opaque for stream in self.streams):
             raise AssertionError("a stream that is open already was asked for")
         match resume.answer(request, shard.log, high=shard.high, purged=shard.purged):
-            case resume.Rollback(to, _):
+            case resume.RollbackTo(to, _):
                 self.world.counts["rollbacks"] += 1
-                self.say(RollbackRequired(opaque=request.opaque, seqno=to, partition=shard.id))
+                self.say(RollbackAnswer(opaque=request.opaque, seqno=to, partition=shard.id))
             case resume.Refuse(why):
                 raise AssertionError(why)
-            case resume.Resume():
-                versions = shard.log.versions if request.flags & StreamFlag.SEND_LOG else ()
+            case resume.Resume(at):
+                bounds = self.world.dialect.snapshot_bounds
+                versions = shard.log.versions if request.flags & StreamFlag.SEND_LOG or bounds else ()
                 self.say(StreamAccepted(opaque=request.opaque, versions=versions, partition=shard.id))
-                whole = bool(request.flags & StreamFlag.WHOLE_SNAPSHOTS)
+                whole = bool(request.flags & StreamFlag.WHOLE_SNAPSHOTS) or bounds
                 end = request.end
                 if request.flags & StreamFlag.UNTIL_NOW:
                     end = min(end, max(shard.high, request.start))
                 stream = Stream(
                     shard, self, request.opaque, request.start, end, whole, request.start, self.prefix
                 )
+                stream.resumes = at.settled().snapshot.start
                 shard.streams.append(stream)
                 self.streams.append(stream)
-                self.say(StreamStart(partition=shard.id, opaque=request.opaque))
+                if self.world.dialect.rows.get(StreamStart):
+                    self.say(StreamStart(partition=shard.id, opaque=request.opaque))
                 self.world.pump(stream)
 
     def say(self, *messages: Message) -> None:
@@ -289,8 +304,8 @@ class World:
 
     # ── Nodes ─────────────────────────────────────────────────────────────────────────────────────
 
-    def address(self, node: int) -> Node:
-        return Node(f"node{node}", 11210)
+    def address(self, node: int) -> NodeAddress:
+        return NodeAddress(f"node{node}", 11210)
 
     def map(self) -> bytes:
         import json
@@ -304,7 +319,7 @@ class World:
     def routes(self) -> Routes:
         return Routes.parse(self.map(), asked=self.address(0))
 
-    def connect(self, address: Node, deliver: Callable[[bytes], None]) -> Wire | None:
+    def connect(self, address: NodeAddress, deliver: Callable[[bytes], None]) -> Wire | None:
         node = int(address.host.removeprefix("node"))
         if not self.up[node]:
             return None
@@ -315,7 +330,7 @@ class World:
     # ── What happens to partitions ────────────────────────────────────────────────────────────────
 
     def write(self) -> None:
-        """A random write to a random partition that somebody holds."""
+        """A random write to a random partition that a node holds."""
         shard = self.random.choice(list(self.shards.values()))
         if shard.owner is None or not self.up[shard.owner]:
             return
@@ -341,7 +356,7 @@ class World:
         if key is None:
             shard.purged = entry.seqno
         for stream in list(shard.streams):
-            # Some streams hear at once, others when there is time: then several changes make one snapshot.
+            # Some streams receive it at once, others later: then several changes make one snapshot.
             if key is None or self.random.random() < 0.5:
                 self.pump(stream)
             else:
@@ -363,9 +378,12 @@ class World:
         if 0 < stream.sent < shard.purged:
             if stream.told == 0:
                 pass  # who has nothing has nothing to lose
+            elif self.dialect.snapshot_bounds:  # DCP's consumers have no message for a flush
+                self.end(stream, EndReason.STATE_CHANGED)
+                return
             elif stream.told + 1 == stream.sent + 1 == shard.high and shard.history[-1].key is None:
                 stream.sent = stream.told = shard.high
-                session.say(Flush(**of))  # type: ignore[arg-type]
+                session.say(FlushMessage(**of))  # type: ignore[arg-type]
             else:
                 self.end(stream, EndReason.TOO_SLOW)
                 return
@@ -381,15 +399,21 @@ class World:
             said: list[Message] = [SnapshotMarker(**of)]  # type: ignore[arg-type]
             for entry in changes:
                 if entry.seqno <= upto and entry.key is not None and entry.key.startswith(stream.prefix):
-                    kind = Deletion if entry.value is None else Mutation
+                    kind = DeletionMessage if entry.value is None else MutationMessage
                     value = entry.value or b""
                     said.append(kind(key=entry.key, value=value, seqno=entry.seqno, **of))  # type: ignore[arg-type]
                     stream.told = entry.seqno
             if stream.prefix and closes and stream.told < upto:
                 said.append(SeqnoAdvanced(seqno=upto, **of))  # type: ignore[arg-type]
                 stream.told = upto
-            if len(said) > 1 or closes:
-                session.say(*said, *([SnapshotEnd(**of)] if closes else []))  # type: ignore[arg-type]
+            if self.dialect.snapshot_bounds:
+                if len(said) > 1:
+                    start = stream.sent if stream.resumes is None else stream.resumes
+                    said[0] = SnapshotMarker(start=start, end=stream.told, kind=1, **of)  # type: ignore[arg-type]
+                    stream.resumes = None
+                    session.say(*said)
+            elif len(said) > 1 or closes:
+                session.say(*said, *([SnapshotEndMessage(**of)] if closes else []))  # type: ignore[arg-type]
             stream.sent = high
         if stream.sent >= stream.until:
             self.end(stream, EndReason.OK)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 
 
 @pytest.fixture

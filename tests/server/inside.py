@@ -10,13 +10,17 @@ import errno
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Self, TypeVar
 
 from tests.disks import Watched
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.server.node import Node
-from upper.server.settings import ServerSettings
-from upper.storage import Bucket, StorageSettings
+from upper.server.settings import PlainClients, ServerSettings
+from upper.storage import BucketStore, StorageSettings
+
+T = TypeVar("T")
 
 
 class Held(Watched):
@@ -45,13 +49,20 @@ class Running:
     """A node in a thread."""
 
     def __init__(
-        self, path: Path, settings: ServerSettings | None = None, storage: StorageSettings | None = None
+        self,
+        path: Path,
+        settings: ServerSettings | None = None,
+        storage: StorageSettings | None = None,
+        disk: Held | None = None,
+        partitions: int = 4,
     ) -> None:
-        self.settings = settings or ServerSettings(port=0)
-        self.disk = Held()
+        self.settings = replace(settings or ServerSettings(port=0), plain_clients=PlainClients.PARTITION_0)
+        self.disk = Held() if disk is None else disk
         self.ahead = 0  # nanoseconds by which the bucket's clock is ahead of the wall's
         self.stopped: int | None = None  # what it shows, if it stands still
-        self.bucket = Bucket.open(path, storage, partitions=4, disk=self.disk, time_ns=self._time_ns)
+        self.bucket = BucketStore.open(
+            path, storage, partitions=partitions, disk=self.disk, time_ns=self._time_ns
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self.node: Node | None = None
         self.port = 0
@@ -67,7 +78,7 @@ class Running:
         await loop.run_in_executor(None, self._stop.wait)
         await node.stop()
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         self._thread.start()
         assert self._ready.wait(20)
         return self
@@ -77,14 +88,14 @@ class Running:
         self._stop.set()
         self._thread.join()
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Do something in the node's own thread, as its state demands, and wait for it."""
+    def call(self, work: Callable[[], T]) -> T:
+        """Do something in the node's own thread, as its state demands, and wait for what it returns."""
         assert self._loop is not None
 
-        async def carry_out() -> None:
-            work()
+        async def carry_out() -> T:
+            return work()
 
-        asyncio.run_coroutine_threadsafe(carry_out(), self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(carry_out(), self._loop).result(20)
 
     def _time_ns(self) -> int:
         return time.time_ns() + self.ahead if self.stopped is None else self.stopped

@@ -1,6 +1,6 @@
-"""Mirrors of a bucket: consumers in every dialect that keep what they are told, and nothing else.
+"""Mirrors of a bucket: consumers in every dialect that keep what they receive, and nothing else.
 
-A mirror obeys the protocol as a stranger would who has only read it. It loses its connection when told to,
+A mirror follows the protocol and has no other knowledge of the node. Tests make it lose its connection,
 comes back, goes back where it is sent, and holds the node to what a snapshot promises on the way.
 """
 
@@ -10,20 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import (
     Acknowledged,
     Change,
-    Deletion,
+    DeletionMessage,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
+    FlushMessage,
     Message,
-    Mutation,
+    MutationMessage,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnoAdvanced,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamAccepted,
     StreamEnd,
@@ -32,6 +32,7 @@ from upper.model.messages import (
     TapConnect,
 )
 from upper.model.values import NO_BRANCH, NO_END, BranchId, Partition, Seqno
+from upper.wire.dcp import DCP
 from upper.wire.table import Dialect
 from upper.wire.tap import TAP
 from upper.wire.upr import UPR
@@ -58,7 +59,7 @@ class Mirror(ABC):
         """Ask for whatever is not followed, on a connection that is open."""
 
     @abstractmethod
-    def hear(self, peer: Peer, message: Message) -> None: ...
+    def receive(self, peer: Peer, message: Message) -> None: ...
 
     def leave(self) -> None:
         if self.peer is not None:
@@ -75,7 +76,7 @@ class Mirror(ABC):
             peer.socket.settimeout(60 if wait else 0)
             for message in peer.receive():
                 peer.socket.settimeout(60)
-                self.hear(peer, message)
+                self.receive(peer, message)
         except BlockingIOError:
             pass
         except (EOFError, ConnectionError):
@@ -115,7 +116,7 @@ class Branching(Mirror):
         self._followed.clear()
 
     def ask(self, peer: Peer) -> None:
-        if not self._followed and self.dialect is UPR:
+        if not self._followed and self.dialect.settings:
             for name, text in self._controls.items():
                 assert isinstance(peer.control(name, text), Acknowledged)
         for partition in sorted(set(range(self.partitions)) - self._followed):
@@ -138,14 +139,14 @@ class Branching(Mirror):
             )
         )
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def receive(self, peer: Peer, message: Message) -> None:
         opaque = getattr(message, "opaque", 0)
         partition = opaque % LOG
         match message:
             case FailoverLogAnswer(versions=versions):
                 self._branch[partition] = versions[0].branch
                 self._request(peer, partition)
-            case RollbackRequired(seqno=to):
+            case RollbackAnswer(seqno=to):
                 trail = self._trail[partition]
                 self._trail[partition] = [place for place in trail if place[0] <= to] or trail[:1]
                 self._request(peer, partition)
@@ -154,14 +155,14 @@ class Branching(Mirror):
             case SnapshotMarker():
                 assert partition not in self._inside, "a snapshot in a snapshot"
                 self._inside[partition] = set()
-            case Mutation() | Deletion():
+            case MutationMessage() | DeletionMessage():
                 self._change(partition, message)
             case SeqnoAdvanced(seqno=seqno):
                 self._seqno[partition] = seqno
-            case SnapshotEnd():
+            case SnapshotEndMessage():
                 del self._inside[partition]
                 self._consistent(partition)
-            case Flush():
+            case FlushMessage():
                 self._seqno[partition] += 1
                 self._now[partition] = {}
                 self._consistent(partition)
@@ -175,7 +176,7 @@ class Branching(Mirror):
         assert change.key.startswith(self.prefix)
         self._seqno[partition] = change.seqno
         self._inside[partition].add(change.key)
-        if isinstance(change, Mutation):
+        if isinstance(change, MutationMessage):
             self._now[partition][change.key] = change.value
         else:
             self._now[partition].pop(change.key, None)
@@ -184,6 +185,80 @@ class Branching(Mirror):
         place = (self._seqno[partition], self._branch[partition], dict(self._now[partition]))
         self._trail[partition].append(place)
         del self._trail[partition][1:-50]
+
+
+class Bounded(Branching):
+    """DCP: a marker has the bounds of its snapshot, so that it goes on inside one where it was cut off."""
+
+    def __init__(self, node: Node, partitions: int, *, name: bytes, flags: int = 1) -> None:
+        super().__init__(node, partitions, dialect=DCP)
+        self._name, self._open_flags = name, flags
+        self._opened: Peer | None = None
+        self._bounds: dict[int, tuple[int, int]] = {}  # of the snapshot that it is inside of
+        self._inside_branch: dict[int, BranchId] = {}  # and the branch of it
+
+    def ask(self, peer: Peer) -> None:
+        if self._opened is not peer:
+            peer.open(self._name, self._open_flags)
+            self._opened = peer
+        super().ask(peer)
+
+    def _request(self, peer: Peer, partition: int) -> None:
+        seqno, branch, items = self._trail[partition][-1]
+        first = last = seqno
+        if partition in self._bounds and self._seqno[partition] > seqno:
+            first, last = self._bounds[partition]
+            branch = self._inside_branch[partition]
+            seqno = self._seqno[partition]
+        else:
+            self._seqno[partition], self._now[partition] = seqno, dict(items)
+            self._bounds.pop(partition, None)
+        self._inside.pop(partition, None)
+        peer.send(
+            StreamRequest(
+                partition=Partition(partition),
+                opaque=partition,
+                start=Seqno(seqno),
+                end=Seqno(NO_END),
+                branch=branch,
+                snapshot_start=Seqno(first),
+                snapshot_end=Seqno(last),
+            )
+        )
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        partition = getattr(message, "opaque", 0) % LOG
+        match message:
+            case RollbackAnswer():
+                self._bounds.pop(partition, None)
+            case StreamAccepted(versions=versions):
+                self._branch[partition] = versions[0].branch
+                return
+            case SnapshotMarker(start=start, end=end, kind=kind):
+                assert start is not None
+                assert end is not None
+                assert kind in (1, 2)
+                former = self._bounds.get(partition)
+                if former is None:
+                    assert start <= self._seqno[partition] < end
+                else:
+                    assert start <= former[0], "the rest of a snapshot begins where the snapshot does"
+                    assert end >= former[1]
+                    assert partition not in self._inside
+                self._bounds[partition], self._inside[partition] = (start, end), set()
+                self._inside_branch[partition] = self._branch[partition]
+                return
+            case FlushMessage() | SnapshotEndMessage():
+                raise AssertionError("DCP has no such message")
+        super().receive(peer, message)
+
+    def _change(self, partition: int, change: Change) -> None:
+        super()._change(partition, change)
+        first, last = self._bounds[partition]
+        assert first < self._seqno[partition] <= last, "a change is within the bounds of its snapshot"
+        if self._seqno[partition] == last:
+            del self._bounds[partition], self._inside[partition]
+            self._consistent(partition)
 
 
 class OldFashioned(Mirror):
@@ -213,15 +288,15 @@ class OldFashioned(Mirror):
             self._connected = True
             peer.send(TapConnect(name=self._name, support_ack=bool(self._name)))
 
-    def hear(self, peer: Peer, message: Message) -> None:
+    def receive(self, peer: Peer, message: Message) -> None:
         opcode = 0
         match message:
-            case Mutation(partition=partition, key=key, value=value):
+            case MutationMessage(partition=partition, key=key, value=value):
                 opcode, self._held[partition][key] = 0x41, value
-            case Deletion(partition=partition, key=key):
+            case DeletionMessage(partition=partition, key=key):
                 opcode = 0x42
                 self._held[partition].pop(key, None)
-            case Flush(partition=partition):
+            case FlushMessage(partition=partition):
                 opcode, self._held[partition] = 0x43, {}
         if getattr(message, "request_ack", False):
             peer.send(Acknowledged(opcode=opcode, opaque=getattr(message, "opaque", 0)))
@@ -236,6 +311,8 @@ def all_kinds(node: Node, partitions: int) -> dict[str, Mirror]:
         "pattern": Branching(node, partitions, prefix=b"a", controls={"filter.key.pattern": "^a"}),
         "keys only": Branching(node, partitions, flags=StreamFlag.KEYS_ONLY),
         "UPR/0": Branching(node, partitions, dialect=UPR0),
+        "DCP": Bounded(node, partitions, name=b"one"),
+        "DCP with delete times": Bounded(node, partitions, name=b"two", flags=0x21),
         "TAP": OldFashioned(node, partitions),
         "TAP with a name": OldFashioned(node, partitions, name=b"careful"),
     }

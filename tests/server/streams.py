@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import (
     Message,
-    SnapshotEnd,
+    SnapshotEndMessage,
     StreamEnd,
 )
 from upper.wire.codes import Opcode
 
 
 def is_end_of_snapshot(message: Message) -> bool:
-    return isinstance(message, SnapshotEnd)
+    return isinstance(message, SnapshotEndMessage)
 
 
 def is_end(message: Message) -> bool:
@@ -22,7 +22,7 @@ def is_end(message: Message) -> bool:
 
 
 def kinds(messages: list[Message]) -> list[str]:
-    return [type(message).__name__ for message in messages]
+    return [type(message).__name__.removesuffix("Message") for message in messages]
 
 
 def write(peer: Peer, *keys: bytes, partition: int = 0, value: bytes = b"v") -> None:

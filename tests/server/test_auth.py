@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from tests.nodes import Node
 from tests.server.certificate import made
 from tests.server.inside import Running
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.errors import AuthenticationFailed
 from upper.model.messages import (
     EndReason,
-    Mutation,
+    MutationMessage,
     Refusal,
     Request,
     Response,
@@ -37,6 +37,7 @@ from upper.model.messages import (
 from upper.model.values import Partition
 from upper.server.auth import (
     HASHES,
+    SYNONYMS,
     BadUsersFile,
     Challenge,
     Role,
@@ -82,7 +83,7 @@ def scram(
     peer: Peer, mechanism: str, name: str, password: str, *, opening: str = "n,,", bound: str = "n,,"
 ) -> Response:
     """The client's side of SCRAM, written down from RFC 5802."""
-    digest = HASHES[mechanism]
+    digest = HASHES[SYNONYMS.get(mechanism, mechanism)]
     bare = f"n={name},r=clientnonce"
     first = peer.ask(Opcode.SASL_AUTH, mechanism.encode(), f"{opening}{bare}".encode())
     if first.status != Status.AUTHENTICATION_CONTINUES:
@@ -108,7 +109,7 @@ def scram(
 # ── Coming in ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nobody_does_anything_before_the_login(guarded: Node) -> None:
+def test_no_command_runs_before_the_login(guarded: Node) -> None:
     with Peer(guarded) as peer:
         assert peer.get(b"k").status == Status.AUTHENTICATION_FAILED
         assert peer.ask(Opcode.STAT).status == Status.AUTHENTICATION_FAILED
@@ -116,10 +117,11 @@ def test_nobody_does_anything_before_the_login(guarded: Node) -> None:
         refused = peer.follow(0)
         assert isinstance(refused, Refusal)
         assert refused.status == Status.NO_ACCESS
-        assert peer.ask(Opcode.SASL_LIST_MECHS).value == b"SCRAM-SHA-512 SCRAM-SHA-256 PLAIN"
+        mechanisms = b"SCRAM-SHA-512 SCRAM-SHA-256 SCRAM-SHA512 SCRAM-SHA256 PLAIN"
+        assert peer.ask(Opcode.SASL_LIST_MECHS).value == mechanisms
 
 
-@pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"])
+@pytest.mark.parametrize("mechanism", ["PLAIN", *HASHES, *SYNONYMS])
 def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mechanism: str) -> None:
     def login(peer: Peer, name: str, password: str) -> int:
         if mechanism == "PLAIN":
@@ -140,7 +142,7 @@ def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mec
         ("n,,", "n,,", True),
         ("y,,", "y,,", True),
         ("n,a=reader,", "n,a=reader,", True),
-        ("y,,", "n,,", False),  # somebody in between changed what the client said it can do
+        ("y,,", "n,,", False),  # a machine in between changed the client's list of abilities
         ("n,a=boss,", "n,a=boss,", False),
         ("p=tls-unique,,", "p=tls-unique,,", False),
     ],
@@ -168,7 +170,7 @@ def test_who_is_still_being_checked_is_not_read_from_without_end(tmp_path: Path,
     with Running(tmp_path / "data", ServerSettings(port=0, users=users_file)) as running:
         assert running.node is not None
         free = threading.Event()
-        running.node.verifier.submit(free.wait)
+        running.node.passwords._thread.submit(free.wait)
         with running.peer() as peer:
             peer.send(Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0boss\0b-secret", opaque=1))
             peer.socket.settimeout(1)
@@ -225,7 +227,7 @@ def test_streams_end_with_the_login_that_opened_them(guarded: Node) -> None:
             Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0reader\0r-secret", opaque=5)
         )  # another user, who may not follow
         assert writer.set(b"secret", b"v", partition=3).status == 0
-        assert not any(isinstance(message, Mutation) for message in old.rest())
+        assert not any(isinstance(message, MutationMessage) for message in old.rest())
         assert follower.ask(Opcode.NOOP).status == 0
         assert follower.inbox == []
 
@@ -316,9 +318,13 @@ def test_no_password_and_no_key_reaches_the_log(guarded: Node) -> None:
 
 def test_other_addresses_need_users_and_tls_or_the_word_insecure(tmp_path: Path) -> None:
     tls = Tls(certificate=tmp_path / "c", key=tmp_path / "k")
-    for incomplete in ({}, {"users": tmp_path}, {"tls": tls}):
-        with pytest.raises(BadSettings, match="insecure"):
-            ServerSettings(host="0.0.0.0", **incomplete)
+    for present, add in (
+        ({}, "add --users and --tls-cert with --tls-key, bind"),
+        ({"users": tmp_path}, "add --tls-cert with --tls-key, bind"),
+        ({"tls": tls}, "add --users, bind"),
+    ):
+        with pytest.raises(BadSettings, match=f"from other machines; {add} .* --insecure"):
+            ServerSettings(host="0.0.0.0", **present)
     ServerSettings(host="0.0.0.0", users=tmp_path, tls=tls)
     ServerSettings(host="0.0.0.0", insecure=True)
     for loopback in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
@@ -352,7 +358,7 @@ def test_tls_speaks_the_same_protocol_and_a_plain_peer_gets_nowhere(tmp_path: Pa
                 pass
 
 
-def test_one_connection_too_many_is_told_so(tmp_path: Path) -> None:
+def test_one_connection_too_many_is_refused_with_the_reason(tmp_path: Path) -> None:
     with Node(tmp_path / "data", "--connections", "3").start() as node:
         kept = [Peer(node, None) for _ in range(3)]
         for peer in kept:

@@ -1,4 +1,4 @@
-"""Whoever obeys ends equal to the node: consumers with windows, filters and bad manners.
+"""A consumer that follows the protocol ends equal to the node: with windows, filters and lost connections.
 
 Meanwhile everything happens: writes, flushes, promotions to the past, changes of state. Consumers stop
 reading, stop streams, hang up and come back, with windows of all sizes. Each obeys the answers, and at the
@@ -18,18 +18,18 @@ from abc import abstractmethod
 import pytest
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
-    Deletion,
-    Flush,
+    DeletionMessage,
+    FlushMessage,
     Message,
-    Mutation,
+    MutationMessage,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnoAdvanced,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StopStream,
     StreamAccepted,
@@ -65,30 +65,30 @@ class Copy:
         self.points, self.inside, self.open = kept, None, False
         self.seqno, self.items = kept[-1][0], dict(kept[-1][1])
 
-    def hear(self, message: object) -> None:
+    def receive(self, message: object) -> None:
         match message:
             case SnapshotMarker():
                 assert self.inside is None, "a snapshot begins inside another"
                 self.inside = set()
-            case Mutation() | Deletion():
+            case MutationMessage() | DeletionMessage():
                 assert self.inside is not None, "a change outside a snapshot"
                 assert message.seqno is not None
                 assert message.seqno > self.seqno, f"seqno {message.seqno} after {self.seqno}"
                 assert message.key not in self.inside, "a key twice in a snapshot"
                 self.inside.add(message.key)
                 self.seqno = message.seqno
-                if isinstance(message, Mutation):
+                if isinstance(message, MutationMessage):
                     self.items[message.key] = message.value
                 else:
                     self.items.pop(message.key, None)
             case SeqnoAdvanced(seqno=seqno):
                 assert seqno > self.seqno
                 self.seqno = seqno
-            case SnapshotEnd():
+            case SnapshotEndMessage():
                 assert self.inside is not None
                 self.inside = None
                 self.settle()
-            case Flush():
+            case FlushMessage():
                 assert self.inside is None
                 self.items.clear()
                 self.seqno += 1
@@ -98,7 +98,7 @@ class Copy:
 
 
 class Follower(threading.Thread):
-    """Somebody who follows until the last change, in a thread of their own."""
+    """A consumer that follows until the last change, in a thread of its own."""
 
     def __init__(self, node: Node, seed: str) -> None:
         super().__init__(daemon=True)
@@ -127,7 +127,7 @@ class Consumer(Follower):
 
     @property
     def done(self) -> bool:
-        # A seqno alone says nothing: a branch whose end this consumer has not heard of may have led further.
+        # A seqno alone is not enough: a branch whose end this consumer has not received may have led further.
         return self.wanted is not None and all(
             copy.inside is None and copy.seqno == high and b"user:last" in copy.items
             for copy, high in zip(self.copies, self.wanted, strict=True)
@@ -167,14 +167,12 @@ class Consumer(Follower):
         start, branch = copy.seqno, copy.branch if copy.seqno else 0
         answer = peer.follow(copy.partition, start=start, branch=branch, flags=StreamFlag.SEND_LOG)
         while isinstance(answer, Refusal) and answer.opcode == 0x53:  # it had ended before we stopped it
-            answer = peer.pick(
-                lambda message: isinstance(message, StreamAccepted | RollbackRequired | Refusal)
-            )
+            answer = peer.pick(lambda message: isinstance(message, StreamAccepted | RollbackAnswer | Refusal))
         peer.socket.settimeout(0.2)
         match answer:
             case StreamAccepted(versions=versions):
                 copy.branch, copy.open = versions[0].branch, True
-            case RollbackRequired(seqno=seqno):
+            case RollbackAnswer(seqno=seqno):
                 copy.back_to(seqno)
             case _:
                 assert getattr(answer, "status", None) == Status.NOT_MY_VBUCKET, answer
@@ -188,8 +186,8 @@ class Consumer(Follower):
         for message in messages:
             opaque = getattr(message, "opaque", None)
             if isinstance(opaque, int) and opaque < PARTITIONS and hasattr(message, "partition"):
-                self.copies[opaque].hear(message)
-            if (fixed := SIZES.get(type(message).__name__)) is not None:
+                self.copies[opaque].receive(message)
+            if (fixed := SIZES.get(type(message).__name__.removesuffix("Message"))) is not None:
                 size += fixed + len(getattr(message, "key", b"")) + len(getattr(message, "value", b""))
         if self.window and size:
             peer.send(BufferAck(size=size))
@@ -235,17 +233,17 @@ class TapConsumer(Follower):
 
     def _hear(self, peer: Peer, message: Message) -> None:
         match message:
-            case Mutation(partition=partition, key=key, value=value):
+            case MutationMessage(partition=partition, key=key, value=value):
                 self.items[partition][key] = value
-            case Deletion(partition=partition, key=key):
+            case DeletionMessage(partition=partition, key=key):
                 self.items[partition].pop(key, None)
-            case Flush(partition=partition):
+            case FlushMessage(partition=partition):
                 self.items[partition].clear()
         if getattr(message, "request_ack", False):
             peer.send(Acknowledged(opcode=OPCODES[type(message)], opaque=message.opaque))
 
 
-OPCODES: dict[type, int] = {Mutation: 0x41, Deletion: 0x42, Flush: 0x43}
+OPCODES: dict[type, int] = {MutationMessage: 0x41, DeletionMessage: 0x42, FlushMessage: 0x43}
 SIZES = {
     "StreamStart": 24, "SnapshotMarker": 24, "SnapshotEnd": 24, "Mutation": 52, "Deletion": 40,
     "Expiration": 40, "Flush": 24, "StreamEnd": 28, "SeqnoAdvanced": 32,
@@ -265,8 +263,8 @@ def _disturb(peer: Peer, chance: random.Random) -> None:
         peer.ask(Opcode.TOUCH, key, extras=bytes(4), partition=partition)
     elif what < 0.97:
         high = int(peer.stats(f"vbucket-details {partition}")[f"vb_{partition}:high_seqno"])
-        wish = {"promote": True, "to": max(0, high - chance.randrange(30))}
-        value = json.dumps(wish).encode()
+        order = {"promote": True, "to": max(0, high - chance.randrange(30))}
+        value = json.dumps(order).encode()
         peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=value, partition=partition)
     elif what < 0.99:
         peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\2", partition=partition)
@@ -282,7 +280,7 @@ def _held(peer: Peer, partition: int) -> dict[bytes, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_whoever_obeys_ends_equal_to_the_node(node: Node) -> None:
+def test_a_consumer_that_follows_the_protocol_ends_equal_to_the_node(node: Node) -> None:
     seed = os.environ.get("UPPER_COPIES_SEED") or str(random.SystemRandom().getrandbits(32))
     print(f"UPPER_COPIES_SEED={seed} repeats the choices")  # noqa: T201
     consumers = [Consumer(node, f"{seed} {number}") for number in range(8)]
@@ -317,6 +315,6 @@ def test_whoever_obeys_ends_equal_to_the_node(node: Node) -> None:
                 f"seed {seed}"
             )
     for client in old:
-        assert not client.is_alive(), f"seed {seed}: TAP {client.name_there!r} never heard the last change"
+        assert not client.is_alive(), f"seed {seed}: TAP {client.name_there!r} never received the last change"
         assert client.items == held, f"seed {seed}: TAP {client.name_there!r}"
     assert "Traceback" not in node.log

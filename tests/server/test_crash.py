@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import (
-    Deletion,
-    Mutation,
+    DeletionMessage,
+    MutationMessage,
     Request,
     Response,
-    SnapshotEnd,
+    SnapshotEndMessage,
     StreamAccepted,
     StreamFlag,
 )
@@ -100,11 +100,11 @@ class Follower:
 
     def take(self, message: object) -> None:
         match message:
-            case Mutation(partition=partition, key=key, value=value, seqno=seqno):
+            case MutationMessage(partition=partition, key=key, value=value, seqno=seqno):
                 self.pending[partition][key] = value
-            case Deletion(partition=partition, key=key, seqno=seqno):
+            case DeletionMessage(partition=partition, key=key, seqno=seqno):
                 self.pending[partition][key] = None
-            case SnapshotEnd(partition=partition):
+            case SnapshotEndMessage(partition=partition):
                 for changed, left in self.pending[partition].items():
                     if left is None:
                         self.copy[partition].pop(changed, None)
@@ -132,7 +132,7 @@ class Follower:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_twenty_times_killed_nothing_acknowledged_is_lost_and_nobody_rolls_back(tmp_path: Path) -> None:
+def test_twenty_times_killed_nothing_acknowledged_is_lost_and_no_consumer_rolls_back(tmp_path: Path) -> None:
     node = Node(tmp_path / "data", partitions=PARTITIONS).start()
     state: dict[tuple[int, bytes], bytes | None] = {}
     follower, total = Follower(), 0

@@ -1,4 +1,4 @@
-"""Nobody is told what is not on disk: with a disk that waits for the test, not for luck.
+"""No response or stream exposes a change before it is durable: with a disk that waits for the test.
 
 The node runs in this process, on a loop in a thread of its own, over a real socket and a real directory; only
 the sync of the journal is held back until the test lets it go.
@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.server.inside import Running
-from tests.server.talk import Peer
+from tests.server.inside import Held, Running
+from tests.server.peers import Peer
 from upper.model.messages import (
-    Flush,
+    FlushMessage,
     Message,
-    Mutation,
+    MutationMessage,
     Request,
     Response,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnosAnswer,
     SeqnosRequest,
-    SnapshotEnd,
+    SnapshotEndMessage,
     StreamStart,
 )
 from upper.storage import StorageSettings
@@ -72,7 +73,7 @@ def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(runn
         assert reader.wait_for(Response, 3).value == b"v"
 
 
-def test_a_noop_speaks_for_the_quiet_writes_before_it(running: Running) -> None:
+def test_a_noop_confirms_the_quiet_writes_before_it(running: Running) -> None:
     with running.peer() as writer, running.peer() as other:
         running.disk.hold()
         ask(writer, Opcode.SETQ, b"k", opaque=1, value=b"v")
@@ -121,7 +122,7 @@ def test_streams_carry_nothing_that_is_not_on_disk(running: Running) -> None:
         writer.set(b"first", b"v")
         live.accepted(0)
         assert live.changes(1)[0].key == b"first"
-        live.wait_for(SnapshotEnd)
+        live.wait_for(SnapshotEndMessage)
         running.disk.hold()
         ask(writer, Opcode.SET, b"second", opaque=1, value=b"v")
         assert running.disk.waiting.wait(10)
@@ -149,12 +150,14 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
         ask(writer, Opcode.SET, b"c", opaque=4, value=b"4")
         running.disk.released.set()
         writer.wait_for(Response, 4)
-        seen = late.until(lambda message: isinstance(message, Mutation) and message.key == b"c")
-        told = [(m.key, m.seqno) if isinstance(m, Mutation) else type(m) for m in seen]
+        seen = late.until(lambda message: isinstance(message, MutationMessage) and message.key == b"c")
+        told = [(m.key, m.seqno) if isinstance(m, MutationMessage) else type(m) for m in seen]
         changes = [
-            one for one in told if one not in (SnapshotEnd,) and (isinstance(one, tuple) or one is Flush)
+            one
+            for one in told
+            if one not in (SnapshotEndMessage,) and (isinstance(one, tuple) or one is FlushMessage)
         ]
-        assert changes == [(b"a", 2), (b"b", 3), Flush, (b"c", 5)]
+        assert changes == [(b"a", 2), (b"b", 3), FlushMessage, (b"c", 5)]
 
 
 def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_pat
         running.call(running.bucket.compact)
         assert running.bucket.partitions[0].purged == 3
         answer = peer.follow(0, start=2, branch=branch)
-        assert isinstance(answer, RollbackRequired)
+        assert isinstance(answer, RollbackAnswer)
         assert answer.seqno == 0
         peer.accepted(0, start=3, branch=branch)
         peer.set(b"d", b"v")
@@ -192,7 +195,7 @@ def test_a_lock_lasts_for_as_long_as_was_asked_and_at_most_a_second_more(running
         assert other.set(b"k", b"w").status == 0
 
 
-def test_a_client_that_has_said_everything_still_hears_the_answer(running: Running) -> None:
+def test_a_client_that_has_closed_its_sending_side_receives_the_answer(running: Running) -> None:
     with running.peer() as peer:
         running.disk.hold()
         ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")
@@ -249,3 +252,34 @@ def test_a_client_that_goes_away_with_answers_held_leaves_nothing_behind(running
         gone.close()
         running.disk.released.set()
         assert other.get(b"k").value == b"v"
+
+
+class SlowReads(Held):
+    """A disk whose reads wait while they are held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading, self.reads = threading.Event(), threading.Event()
+        self.reads.set()
+
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        self.reading.set()
+        assert self.reads.wait(20)
+        return super().pread(fd, size, offset)
+
+
+def test_a_backfill_that_waits_for_the_disk_holds_up_no_other_request(tmp_path: Path) -> None:
+    disk = SlowReads()
+    storage = StorageSettings(memory_quota=0, compact=False)
+    running = Running(tmp_path / "data", storage=storage, disk=disk)
+    with running, running.peer() as writer, running.peer() as consumer, running.peer() as other:
+        for number in range(50):
+            writer.set(b"k%02d" % number, bytes(10_000))
+        disk.reading.clear()
+        disk.reads.clear()
+        consumer.accepted(0)
+        assert disk.reading.wait(10)
+        assert other.ask(Opcode.NOOP).status == 0
+        assert other.set(b"new", b"v", partition=1).status == 0
+        disk.reads.set()
+        assert [change.key for change in consumer.changes(50)] == [b"k%02d" % number for number in range(50)]

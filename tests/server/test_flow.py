@@ -7,20 +7,20 @@ import threading
 import pytest
 
 from tests.nodes import Node
+from tests.server.peers import Peer
 from tests.server.streams import is_end_of_snapshot, kinds, write
-from tests.server.talk import Peer
 from upper.errors import InvalidArguments
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
-    Deletion,
+    DeletionMessage,
     FailoverLogAnswer,
     FailoverLogRequest,
     Message,
-    Mutation,
+    MutationMessage,
     Noop,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnoAdvanced,
     StopStream,
     StreamEnd,
@@ -52,7 +52,7 @@ def test_a_window_bounds_what_is_under_way(node: Node, peer: Peer) -> None:
         assert rows[f"{number}:window"] == "20000"
     while got < 200:
         for message in peer.receive():
-            if isinstance(message, Mutation):
+            if isinstance(message, MutationMessage):
                 got += 1
                 peer.send(BufferAck(size=52 + len(message.key) + len(message.value)))
     # markers are counted too, and were not acknowledged: live changes still fit
@@ -75,6 +75,7 @@ def test_a_window_bounds_what_is_under_way(node: Node, peer: Peer) -> None:
         ("filter.key.pattern", "\udcff"),
         ("filter.key.prefix", "x" * 5000),
         ("filter.operations", "mutation,upsert"),
+        ("filter.mode", "table"),
         ("accept.vbuckets", "1-x"),
         ("accept.vbuckets", "9-1"),
         ("no.such.setting", "1"),
@@ -96,7 +97,7 @@ def test_filters_leave_out_and_still_move_the_consumer_forward(node: Node) -> No
         follower.control("filter.key.prefix", "user:")
         follower.accepted()
         first = follower.until(is_end_of_snapshot)
-        assert [m.key for m in first if isinstance(m, Mutation)] == [b"user:1", b"user:2"]
+        assert [m.key for m in first if isinstance(m, MutationMessage)] == [b"user:1", b"user:2"]
         assert isinstance(first[-2], SeqnoAdvanced)
         assert first[-2].seqno == 4
         write(writer, b"order:3")
@@ -128,7 +129,56 @@ def test_each_filter_passes_what_it_says(node: Node, settings: dict[str, str], e
             follower.control(name, text)
         follower.accepted()
         seen = follower.until(is_end_of_snapshot)
-        assert [m.key for m in seen if isinstance(m, Mutation | Deletion)] == expected
+        assert [m.key for m in seen if isinstance(m, MutationMessage | DeletionMessage)] == expected
+
+
+@pytest.mark.parametrize("mode", ["view", "events"])
+def test_a_key_whose_value_no_longer_matches_leaves_the_view(node: Node, mode: str) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        write(writer, b"k", b"other", value=b'{"n": 2}')
+        write(writer, b"never", value=b'{"n": 1}')
+        follower.control("filter.value", "$.n == 2")
+        follower.control("filter.mode", mode)
+        branch = follower.accepted().versions[0].branch
+        assert [m.key for m in follower.changes(2)] == [b"k", b"other"]
+        write(writer, b"k", value=b'{"n": 1}')  # 4
+        write(writer, b"end", value=b'{"n": 2}')
+        live = follower.until(lambda message: getattr(message, "key", b"") == b"end")
+        assert f"value $.n == 2 ({mode})" in follower.stats("streams").values()
+        left = [m for m in live if isinstance(m, DeletionMessage)]
+        assert [(m.key, m.seqno, m.revision) for m in left] == ([(b"k", 4, 2)] if mode == "view" else [])
+        with Peer(node) as late:
+            late.control("filter.value", "$.n == 2")
+            late.control("filter.mode", mode)
+            late.accepted(start=3, branch=branch)
+            seen = late.until(is_end_of_snapshot)
+            gone = [m.key for m in seen if isinstance(m, DeletionMessage)]
+            assert gone == ([b"k"] if mode == "view" else [])
+
+
+def test_a_view_that_wants_no_deletions_gets_none(node: Node) -> None:
+    with Peer(node) as follower, Peer(node, None) as writer:
+        follower.control("filter.value", "$.n == 2")
+        follower.control("filter.operations", "mutation")
+        follower.accepted()
+        write(writer, b"k", value=b'{"n": 1}')
+        write(writer, b"k", value=b'{"n": 2}')
+        first = follower.until(lambda message: isinstance(message, MutationMessage | DeletionMessage))[-1]
+        assert isinstance(first, MutationMessage)
+
+
+def test_a_commit_that_is_large_to_parse_arrives_all_the_same(node: Node) -> None:
+    large = b'{"n": 2, "list": [' + b"{}," * 30_000 + b"{}]}"
+    with Peer(node) as follower, Peer(node, None) as writer:
+        follower.control("filter.value", "$.n == 2")
+        follower.accepted()
+        write(writer, b"a", b"b", value=large)
+        write(writer, b"too large", value=b'{"n": 2, "text": "' + b"x" * (256 << 10) + b'"}')
+        write(writer, b"end", value=b'{"n": 2}')
+        seen = follower.until(lambda message: getattr(message, "key", b"") == b"end")
+        kept = [m.key for m in seen if isinstance(m, MutationMessage)]
+        assert kept == [b"a", b"b", b"end"], "values past the bound match nothing"
+        assert [m.key for m in seen if isinstance(m, DeletionMessage)] == [b"too large"]
 
 
 def test_keys_only_leaves_values_out(node: Node) -> None:
@@ -184,7 +234,7 @@ def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(
             peer.accepted()
         heard: list[Message] = []
         answering = threading.Thread(
-            target=lambda: heard.extend(alive.until(lambda m: isinstance(m, Mutation)))
+            target=lambda: heard.extend(alive.until(lambda m: isinstance(m, MutationMessage)))
         )
         answering.start()
         raw = b""
@@ -234,11 +284,11 @@ def test_upr0_streams_backfill_and_live_in_its_own_frame(node: Node) -> None:
         assert isinstance(refused, Refusal)
         assert refused.status == Status.NOT_MY_VBUCKET
         back = follower.follow(11, opaque=48, start=5, branch=1, flags=StreamFlag.NONE)
-        assert isinstance(back, RollbackRequired)
+        assert isinstance(back, RollbackAnswer)
         assert back.seqno == Seqno(0)
 
 
-def test_the_start_of_a_stream_is_said_before_anything_of_it(peer: Peer) -> None:
+def test_the_start_of_a_stream_is_sent_before_anything_of_it(peer: Peer) -> None:
     write(peer, b"a")
     peer.accepted()
     assert isinstance(peer.until(is_end_of_snapshot)[0], StreamStart)

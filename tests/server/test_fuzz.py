@@ -1,7 +1,7 @@
-"""Strangers on the socket: a node answers or closes, serves everybody else, and keeps what it promised.
+"""Hostile peers on the socket: a node answers or closes, serves other clients, and keeps its guarantees.
 
-UPPER_FUZZ_SECONDS says how long all of it takes, UPPER_FUZZ_SEED repeats a run; `strangers.py` tells who
-comes.
+UPPER_FUZZ_SECONDS is the duration of all tests here, UPPER_FUZZ_SEED repeats a run; the peers are in
+`hostile_peers.py`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import pytest
 
 from tests.nodes import Node
 from tests.server.certificate import made
-from tests.server.strangers import Stranger, packet
-from tests.server.talk import Peer
-from upper.model.messages import Mutation, Refusal, Response, StreamAccepted, StreamEnd, StreamFlag
+from tests.server.hostile_peers import HostilePeer, packet
+from tests.server.peers import Peer
+from upper.model.messages import MutationMessage, Refusal, Response, StreamAccepted, StreamEnd, StreamFlag
 from upper.server.auth import Role, User, Users, save_users
 from upper.storage.check import check
 from upper.wire.codes import Opcode, Status
@@ -28,7 +28,7 @@ from upper.wire.codes import Opcode, Status
 MIB = 1 << 20
 PARTITIONS = 16
 PASSWORDS = {"boss": Role.everything(), "reader": Role.READ, "indexer": Role.READ | Role.STREAM}
-# What strangers must have heard when they had time: every kind of stream, live and from the store.
+# What hostile peers must have received in a full run: every kind of stream, live and from the store.
 DEPTH = (
     *("8052", "8053", "8054", "8055", "8056", "8057", "8064", "815c", "815e", "8041", "8104.3"),
     *("streams, status 0", "streams, status 2", "streams, status 7", "streams, status 23"),
@@ -74,13 +74,13 @@ def test_fuzzed_over_the_socket_it_answers_or_closes_and_serves_others(way: str,
     seed = int(os.environ.get("UPPER_FUZZ_SEED", "0")) or random.SystemRandom().getrandbits(32)
     print(f"seed {seed}: UPPER_FUZZ_SEED={seed} repeats this")  # noqa: T201
     chance = random.Random(f"{seed} {way}")
-    heard: Counter[str] = Counter()
+    received: Counter[str] = Counter()
     certificate, options = guarded(tmp_path) if way == "guarded" else (None, ())
     node = Node(tmp_path / "data", *options, env={"UPPER_KERNEL": "plain"} if way == "plain" else {})
     with node.start():
         door = Door(node, certificate)
-        served = _crowd(door, chance, heard, float(os.environ.get("UPPER_FUZZ_SECONDS", "20")) / 3)
-        print(f"served {served}, heard {sum(heard.values())} packets: {dict(heard.most_common())}")  # noqa: T201
+        served = _crowd(door, chance, received, float(os.environ.get("UPPER_FUZZ_SECONDS", "20")) / 3)
+        print(f"served {served}, received {sum(received.values())} packets: {dict(received.most_common())}")  # noqa: T201
         for partition in range(PARTITIONS):
             assert any(_witness(door, partition, b"after all") for _ in range(10)), partition
         assert "Traceback" not in node.log, f"seed {seed}:\n{node.log[-5000:]}"
@@ -90,8 +90,8 @@ def test_fuzzed_over_the_socket_it_answers_or_closes_and_serves_others(way: str,
     with node.start(), door.peer() as peer:
         assert peer.get(b"witness", partition=7).value == b"after all"
     if served > 30:
-        missed = {kind for kind in DEPTH if not heard[kind]}
-        assert not missed, f"seed {seed}: the strangers did not get far enough to hear {missed}"
+        missed = {kind for kind in DEPTH if not received[kind]}
+        assert not missed, f"seed {seed}: the hostile peers did not get far enough to receive {missed}"
 
 
 def guarded(where: Path) -> tuple[Path, tuple[str, ...]]:
@@ -101,31 +101,31 @@ def guarded(where: Path) -> tuple[Path, tuple[str, ...]]:
     return certificate, ("--users", str(users), "--tls-cert", str(certificate), "--tls-key", str(key))
 
 
-def _crowd(door: Door, chance: random.Random, heard: Counter[str], seconds: float) -> int:
-    """Some strangers at a time, and now and then somebody who wants to be served."""
-    strangers: list[Stranger] = []
+def _crowd(door: Door, chance: random.Random, received: Counter[str], seconds: float) -> int:
+    """Some hostile peers at a time, and now and then a client that requires an answer."""
+    hostile: list[HostilePeer] = []
     rounds = served = 0
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if len(strangers) < 10:
-            strangers.append(Stranger(door.enter(chance), chance, heard))
-        one = chance.choice(strangers)
+        if len(hostile) < 10:
+            hostile.append(HostilePeer(door.enter(chance), chance, received))
+        one = chance.choice(hostile)
         one.step()
         if one.closed or chance.random() < 0.08:
             one.leave(chance.choice(GOODBYES))
-            strangers.remove(one)
+            hostile.remove(one)
         rounds += 1
         if rounds % 50 == 0:
             served += _witness(door, chance.randrange(PARTITIONS), b"%d" % rounds)
-    for one in strangers:
+    for one in hostile:
         one.leave("close")
     return served
 
 
 def _witness(door: Door, partition: int, value: bytes) -> bool:
-    """Somebody who means well writes, reads, and follows what it wrote; false if strangers interfered."""
+    """A client writes, reads, and follows what it wrote; false if hostile peers interfered."""
     with door.peer() as peer:
-        # Strangers may change states, and lock: in one breath nobody comes between.
+        # Hostile peers may change states, and lock; requests of one packet are not interleaved with theirs.
         said = packet(Opcode.SET_VBUCKET_STATE, extras=b"\1", partition=partition, opaque=0)
         for number in range(150):  # more than TAP sends without asking for an acknowledgement
             said += packet(
@@ -139,12 +139,14 @@ def _witness(door: Door, partition: int, value: bytes) -> bool:
         said += packet(Opcode.GET, key=b"witness", partition=partition, opaque=2)
         peer.socket.sendall(said)
         answers = [peer.wait_for(Response, number) for number in range(3)]
+        if any(answer.status == Status.TEMPORARY_FAILURE for answer in answers):
+            return False  # a hostile peer promotes it to an earlier seqno: changes wait until that is done
         assert [answer.status for answer in answers] == [0, 0, 0], answers
         assert answers[2].value == value
         answer = peer.follow(partition, flags=StreamFlag.UNTIL_NOW)
         if isinstance(answer, Refusal) and answer.status == Status.NOT_MY_VBUCKET:
-            return False  # a stranger takes it over
+            return False  # a hostile peer takes it over
         assert isinstance(answer, StreamAccepted), answer
         seen = peer.until(lambda message: isinstance(message, StreamEnd))
-        found = [m.value for m in seen if isinstance(m, Mutation) and m.key == b"witness"]
-        return found == [value]  # unless a stranger flushed it, or changed the state again
+        found = [m.value for m in seen if isinstance(m, MutationMessage) and m.key == b"witness"]
+        return found == [value]  # unless a hostile peer flushed it, or changed the state again

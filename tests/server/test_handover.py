@@ -10,20 +10,21 @@ import pytest
 
 from tests.nodes import Node
 from tests.server.inside import Running
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Flush,
+    FlushMessage,
     Message,
-    Mutation,
+    MutationMessage,
     Refusal,
     SetState,
     StreamEnd,
     StreamFlag,
     TapConnect,
+    TapOpaque,
 )
 from upper.model.values import Partition, State
 from upper.server.settings import ServerSettings, StreamSettings
@@ -42,8 +43,10 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 def keys(messages: list[Message]) -> list[bytes | str]:
     """Keys of changes, and the names of whatever moves a consumer besides."""
-    moves = (Mutation, Deletion, Flush, SetState)
-    return [getattr(m, "key", type(m).__name__) for m in messages if isinstance(m, moves)]
+    moves = (MutationMessage, DeletionMessage, FlushMessage, SetState)
+    return [
+        getattr(m, "key", type(m).__name__.removesuffix("Message")) for m in messages if isinstance(m, moves)
+    ]
 
 
 def wants_answer(message: Message) -> bool:
@@ -51,8 +54,8 @@ def wants_answer(message: Message) -> bool:
 
 
 def promote(peer: Peer, to: int) -> None:
-    wish = json.dumps({"promote": True, "to": to}).encode()
-    assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=wish).status == 0
+    order = json.dumps({"promote": True, "to": to}).encode()
+    assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=order).status == 0
 
 
 # ── During a backfill ─────────────────────────────────────────────────────────────────────────────
@@ -64,7 +67,7 @@ def stopped_inside_a_snapshot(peer: Peer, writer: Peer, flags: StreamFlag) -> No
         writer.set(b"k%02d" % number, bytes(1000))
     peer.control("connection_buffer_size", "4000")
     peer.accepted(flags=flags)
-    peer.until(lambda message: isinstance(message, Mutation))
+    peer.until(lambda message: isinstance(message, MutationMessage))
 
 
 def test_a_commit_during_a_backfill_arrives_though_none_follows(node: Node, peer: Peer) -> None:
@@ -112,7 +115,7 @@ def test_a_takeover_that_breaks_off_leaves_the_partition_active_here(node: Node)
         seen: list[Message] = []
         while not any(isinstance(message, SetState) for message in seen):
             seen = taker.receive()
-            if size := sum(sizes.get(type(message).__name__, 0) for message in seen):
+            if size := sum(sizes.get(type(message).__name__.removesuffix("Message"), 0) for message in seen):
                 taker.send(BufferAck(size=size))
         assert [m.state for m in seen if isinstance(m, SetState)] == [State.PENDING]
         while other.ask(Opcode.GET_VBUCKET_STATE).value != DEAD:
@@ -179,11 +182,11 @@ def test_a_promotion_that_takes_nothing_back_costs_a_tap_client_nothing(node: No
         client.changes(1)
         promote(writer, 1)
         writer.set(b"other", b"v")
-        assert keys(client.until(lambda message: isinstance(message, Mutation))) == [b"other"]
+        assert keys(client.until(lambda message: isinstance(message, MutationMessage))) == [b"other"]
 
 
 def acknowledge(client: Peer, message: Message) -> None:
-    opcode = {Mutation: 0x41, Deletion: 0x42, Flush: 0x43}[type(message)]
+    opcode = {MutationMessage: 0x41, DeletionMessage: 0x42, FlushMessage: 0x43}[type(message)]
     client.send(Acknowledged(opcode=opcode, opaque=getattr(message, "opaque", 0)))
 
 
@@ -200,7 +203,7 @@ def test_a_history_that_parts_inside_a_snapshot_is_sent_from_where_that_began(tm
         Peer(("127.0.0.1", node.port), TAP) as client,
         node.peer() as admin,
     ):
-        client.send(TapConnect(name=b"slow", support_ack=True))
+        client.connect_first(b"slow", partitions=4)
         client.ask(Opcode.NOOP)
         for key in (b"k", b"full", b"fuller"):
             admin.set(key, b"v")
@@ -219,6 +222,31 @@ def test_a_history_that_parts_inside_a_snapshot_is_sent_from_where_that_began(tm
         assert keys(list(client.changes(2))) == [b"k", b"between"]
 
 
+@pytest.mark.parametrize("to", [0, 1])
+def test_a_promotion_of_a_partition_that_was_dumped_flushes_it_if_it_takes_something_back(
+    tmp_path: Path, to: int
+) -> None:
+    with (
+        two_at_a_time(tmp_path / "data") as node,
+        Peer(("127.0.0.1", node.port), TAP) as client,
+        node.peer() as admin,
+    ):
+        admin.set(b"dumped", b"v")
+        for key in (b"a", b"b", b"c"):
+            admin.set(key, b"v", partition=1)
+        client.send(TapConnect(dump=True, support_ack=True))
+        seen: list[Message] = list(client.changes(2))
+        assert keys(seen) == [b"dumped", b"a"], "the stream of partition 0 has ended, the dump has not"
+        promote(admin, to)
+        for message in seen:
+            acknowledge(client, message)
+        while not isinstance(last := client.until(lambda _: True)[-1], TapOpaque):
+            seen.append(last)
+            acknowledge(client, last)
+        flushed = ["Flush"] if to == 0 else []
+        assert sorted(map(str, keys(seen)[2:])) == sorted(map(str, [b"b", b"c", *flushed]))
+
+
 def test_what_a_tap_client_has_of_a_backfill_that_begins_again_is_deleted_there(tmp_path: Path) -> None:
     with (
         two_at_a_time(tmp_path / "data") as node,
@@ -227,7 +255,7 @@ def test_what_a_tap_client_has_of_a_backfill_that_begins_again_is_deleted_there(
     ):
         for number in range(4):
             admin.set(b"k%d" % number, b"v")
-        client.send(TapConnect(name=b"slow", support_ack=True))
+        client.connect_first(b"slow", partitions=4)
         first, second = client.changes(2)
         admin.delete(first.key)
         promote(admin, 5)
@@ -236,7 +264,7 @@ def test_what_a_tap_client_has_of_a_backfill_that_begins_again_is_deleted_there(
         held = {first.key, second.key}
         while held != {b"k1", b"k2", b"k3"}:
             (change,) = client.changes(1)
-            (held.discard if isinstance(change, Deletion) else held.add)(change.key)
+            (held.discard if isinstance(change, DeletionMessage) else held.add)(change.key)
             acknowledge(client, change)
 
 
@@ -244,22 +272,22 @@ def test_a_tap_client_that_left_before_a_flush_arrived_is_flushed_when_it_comes_
     settings = ServerSettings(port=0, streams=StreamSettings(tap_ack_every=1))
     with Running(tmp_path / "data", settings) as running, running.peer() as admin:
         with Peer(("127.0.0.1", running.port), TAP) as client:
-            client.send(TapConnect(name=b"hasty", support_ack=True))
+            client.connect_first(b"hasty", partitions=4)
             client.ask(Opcode.NOOP)
             admin.set(b"kept", b"v")
-            first = client.wait_for(Mutation)
+            first = client.wait_for(MutationMessage)
             client.send(Acknowledged(opcode=0x41, opaque=first.opaque))
             admin.delete(b"kept")
-            client.wait_for(Deletion)  # received, and never acknowledged
+            client.wait_for(DeletionMessage)  # received, and never acknowledged
             promote(admin, 1)
-            while admin.stats("streams")["total:items"] != "4":
-                pass  # a flush, and everything: it does not read them
+            while admin.stats("streams")["total:items"] != "8":
+                pass  # four flushes, two changes, a flush, and everything: it does not read them
         admin.ask(Opcode.SET_VBUCKET_STATE, extras=DEAD)
         with Peer(("127.0.0.1", running.port), TAP) as client:
             client.send(TapConnect(name=b"hasty", support_ack=True))
             for number in range(9):  # of another partition, and more than came before the flush
                 admin.set(b"k%d" % number, b"v", partition=1)
-                acknowledge(client, client.wait_for(Mutation))
+                acknowledge(client, client.wait_for(MutationMessage))
             client.ask(Opcode.NOOP)
         admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE)
         for _ in range(2):
@@ -286,7 +314,7 @@ def test_a_named_tap_client_that_was_away_meanwhile_begins_anew(node: Node, fate
         for number in range(250):
             writer.set(b"k%d" % number, b"v")
         with Peer(node, TAP) as client:
-            client.send(TapConnect(name=b"careful", support_ack=True))
+            client.connect_first(b"careful")
             first = client.until(wants_answer)
             client.send(Acknowledged(opcode=0x41, opaque=first[-1].opaque))
             client.until(lambda message: getattr(message, "key", b"") == b"k249")
@@ -303,22 +331,22 @@ def test_a_named_tap_client_that_was_away_meanwhile_begins_anew(node: Node, fate
         assert len(seen) == (2 if fate == "flush" else 202)
 
 
-def test_a_named_tap_client_hears_of_deletions_of_what_it_never_acknowledged(node: Node) -> None:
+def test_a_named_tap_client_receives_deletions_of_what_it_never_acknowledged(node: Node) -> None:
     with Peer(node, None) as writer:
         for number in range(10):  # too few to be asked for an acknowledgement
             writer.set(b"k%d" % number, b"v")
         with Peer(node, TAP) as client:
-            client.send(TapConnect(name=b"careful", support_ack=True))
+            client.connect_first(b"careful")
             client.changes(10)
         writer.delete(b"k0")
         with Peer(node, TAP) as client:
             client.send(TapConnect(name=b"careful", support_ack=True))
             last = client.changes(10)[-1]
-            assert isinstance(last, Deletion)
+            assert isinstance(last, DeletionMessage)
             assert last.key == b"k0"
 
 
-def test_an_acknowledgement_that_nobody_asked_for_says_nothing(node: Node) -> None:
+def test_an_unrequested_acknowledgement_has_no_effect(node: Node) -> None:
     with Peer(node, None) as writer:
         for number in range(150):
             writer.set(b"k%d" % number, b"v")
@@ -370,8 +398,8 @@ def test_a_tap_client_that_lists_nothing_follows_a_partition_that_becomes_active
         narrow.send(TapConnect(partitions=(Partition(3),)))
         client.ask(Opcode.NOOP)
         narrow.ask(Opcode.NOOP)
-        wish = json.dumps({"promote": True}).encode() if way == "promotion" else b""
-        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE, value=wish).status == 0
+        order = json.dumps({"promote": True}).encode() if way == "promotion" else b""
+        assert admin.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE, value=order).status == 0
         admin.set(b"k2", b"v")
         admin.set(b"elsewhere", b"v", partition=3)
         assert {change.key for change in client.changes(3)} == {b"k1", b"k2", b"elsewhere"}
@@ -389,10 +417,10 @@ def test_who_wants_only_what_is_new_gets_only_that_of_a_partition_that_becomes_a
         assert [change.key for change in client.changes(1)] == [b"new"]
 
 
-def test_a_named_tap_client_hears_what_was_deleted_while_a_partition_was_away(node: Node) -> None:
+def test_a_named_tap_client_receives_what_was_deleted_while_a_partition_was_away(node: Node) -> None:
     with Peer(node, None) as admin:
         with Peer(node, TAP) as client:
-            client.send(TapConnect(name=b"patient", support_ack=True))
+            client.connect_first(b"patient")
             for number in range(100):  # enough to be asked for an acknowledgement
                 admin.set(b"k%d" % number, b"v")
             asked = client.until(wants_answer)[-1]

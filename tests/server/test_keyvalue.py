@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.values import Partition
 from upper.wire.codes import Feature, Opcode, Status
 

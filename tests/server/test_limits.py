@@ -16,13 +16,17 @@ import pytest
 
 from tests.nodes import Node
 from tests.server.inside import Running
-from tests.server.talk import Peer
-from upper.model.messages import Acknowledged, Message, Mutation, TapConnect
-from upper.server import metrics, outlet
+from tests.server.peers import Peer
+from upper.model.messages import Acknowledged, Message, MutationMessage, StreamRequest, TapConnect
+from upper.model.values import Partition
+from upper.server import http, transport
+from upper.server.connection import Connection
+from upper.server.metrics import MetricsPage
 from upper.server.node import REFUSED
 from upper.server.settings import Limits, ServerSettings, StreamSettings
 from upper.wire.codes import Opcode, Status
 from upper.wire.tap import TAP
+from upper.wire.upr0 import UPR0
 
 KIB = 1024
 
@@ -58,7 +62,7 @@ def test_a_list_as_long_as_allowed_is_answered(shared_node: Node) -> None:
         assert peer.ask(Opcode.HELLO, value=b"\0\x0b" * 512).value == b"\0\x0b"
 
 
-def test_a_node_that_was_away_itself_takes_nobody_for_dead(node: Node) -> None:
+def test_a_node_that_was_suspended_closes_no_live_connection(node: Node) -> None:
     with Peer(node) as peer, Peer(node, None) as other:
         peer.control("set_noop_interval", "1")
         peer.control("enable_noop", "true")
@@ -86,7 +90,7 @@ def test_of_too_many_tap_clients_that_are_away_those_who_left_first_are_forgotte
         for name in (b"first", b"second", b"third"):
             with Peer(("127.0.0.1", node.port), TAP) as client:
                 client.send(named(name))
-                change = client.wait_for(Mutation)
+                change = client.wait_for(MutationMessage)
                 client.send(Acknowledged(opcode=0x41, opaque=change.opaque))
                 client.ask(Opcode.NOOP)
             while writer.stats()["curr_streams"] != "0":
@@ -104,14 +108,14 @@ def test_a_tap_client_that_never_acknowledges_is_sent_so_much_and_no_more(tmp_pa
         for number in range(200):
             writer.set(b"k%d" % number, b"v")
         with Peer(("127.0.0.1", node.port), TAP) as client:
-            client.send(named(b"deaf"))
+            client.connect_first(b"deaf", partitions=4)
             seen = client.changes(50)
             assert client.ask(Opcode.NOOP).status == 0, "it is still answered"
             assert writer.set(b"others", b"are served").status == 0
             assert client.inbox == []
             asked = [change for change in seen if wants_answer(change)]
             assert len(asked) == 5
-            assert isinstance(asked[0], Mutation)
+            assert isinstance(asked[0], MutationMessage)
             client.send(Acknowledged(opcode=0x41, opaque=asked[0].opaque))
             assert [change.key for change in client.changes(10)] == [b"k%d" % n for n in range(50, 60)]
 
@@ -131,10 +135,10 @@ def test_connections_leave_the_storage_its_files(tmp_path: Path) -> None:
         assert "at most 200 connections" in node.log
 
 
-def test_a_crowd_that_is_not_let_in_is_told_so_a_few_at_a_time(
+def test_refused_connections_get_the_reason_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outlet, "LINGER", 60)  # seconds for each of them to read it
+    monkeypatch.setattr(transport, "LINGER", 60)  # seconds for each of them to read it
     settings = ServerSettings(port=0, limits=Limits(connections=1))
     with Running(tmp_path / "data", settings) as node, node.peer() as inside, contextlib.ExitStack() as crowd:
         assert inside.ask(Opcode.NOOP).status == 0
@@ -152,18 +156,18 @@ def test_a_crowd_that_is_not_let_in_is_told_so_a_few_at_a_time(
 def test_the_metrics_page_serves_a_few_at_a_time_and_none_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "PATIENCE", 1.0)
+    monkeypatch.setattr(http, "PATIENCE", 1.0)
     settings = ServerSettings(port=0, metrics_port=0)
     with Running(tmp_path / "data", settings) as node, contextlib.ExitStack() as crowd:
         assert node.node is not None
         port = node.node.metrics_port
         assert port is not None
-        for _ in range(metrics.MAX_PAGES):
+        for _ in range(MetricsPage.most):
             crowd.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
         with socket.create_connection(("127.0.0.1", port), timeout=10) as extra:
             assert ended(extra)
         while node.node.pages:
-            pass  # nobody asks for anything
+            pass  # no request is sent
         with socket.create_connection(("127.0.0.1", port), timeout=10) as page:
             page.sendall(b"GET /health HTTP/1.0\r\n\r\n")
             assert page.recv(4096).startswith(b"HTTP/1.1 200")
@@ -177,7 +181,7 @@ def ended(connection: socket.socket) -> bool:
         return True
 
 
-def test_who_is_gone_is_forgotten_at_once_and_not_when_somebody_collects(tmp_path: Path) -> None:
+def test_a_closed_connection_is_freed_at_once_and_not_by_the_garbage_collector(tmp_path: Path) -> None:
     """A node collects rarely, and those who follow cost much: they must not form circles."""
     with Running(tmp_path / "data") as running:
         assert running.node is not None
@@ -187,8 +191,8 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_somebody_collects(tmp_pat
         def note() -> None:
             for connection in node.connections.values():
                 known.append(weakref.ref(connection))
-                if connection.desk is not None:
-                    known.append(weakref.ref(connection.desk))
+                if connection.stream_session is not None:
+                    known.append(weakref.ref(connection.stream_session))
 
         gc.collect()
         gc.disable()
@@ -197,10 +201,10 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_somebody_collects(tmp_pat
             with running.peer() as writer, running.peer() as follower, tap:
                 writer.set(b"k", b"v")
                 tap.send(named(b"client"))
-                tap.wait_for(Mutation)
+                tap.wait_for(MutationMessage)
                 for partition in range(4):
                     follower.follow(partition)
-                follower.wait_for(Mutation)
+                follower.wait_for(MutationMessage)
                 running.call(note)
             while node.connections:
                 running.call(lambda: None)
@@ -208,3 +212,31 @@ def test_who_is_gone_is_forgotten_at_once_and_not_when_somebody_collects(tmp_pat
             assert [gone() for gone in known] == [None] * 5
         finally:
             gc.enable()
+
+
+def test_consumers_that_do_not_read_share_a_large_value(tmp_path: Path) -> None:
+    value = bytes(range(256)) * (32 << 10)
+    with Running(tmp_path / "data") as running, running.peer() as writer:
+        assert writer.set(b"large", value).status == 0
+        address = ("127.0.0.1", running.port)
+        peers = [Peer(address), Peer(address, UPR0), Peer(address, TAP)]
+        for peer in peers[:2]:
+            peer.send(StreamRequest(partition=Partition(0), opaque=1))
+        peers[2].send(TapConnect())
+        node = running.node
+        assert node is not None
+
+        def following() -> list[Connection]:
+            return [c for c in tuple(node.connections.values()) if c.unsent > len(value) // 4]
+
+        while len(following()) < 3:
+            writer.ask(Opcode.NOOP)
+        for connection in following():
+            assert connection._transport is not None
+            copied = connection._transport.get_write_buffer_size()
+            most = running.settings.streams.buffer + transport.SLICE_BYTES
+            assert copied <= most, "the rest is not copied"
+        for peer in peers:
+            change = peer.changes(1)[0]
+            assert (change.key, change.value) == (b"large", value)
+            peer.close()

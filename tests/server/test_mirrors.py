@@ -16,7 +16,7 @@ import pytest
 
 from tests.nodes import Node
 from tests.server.mirrors import Mirror, OldFashioned, all_kinds
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper.model.messages import Request, Response
 from upper.model.values import Partition
 from upper.wire.codes import Opcode
@@ -96,11 +96,11 @@ class World:
                     partition, ACTIVE, {"promote": True, "to": max(0, high - self.chance.randrange(40))}
                 )
 
-    def _state(self, partition: int, state: bytes, wish: dict[str, object] | None = None) -> None:
-        value = b"" if wish is None else json.dumps(wish).encode()
+    def _state(self, partition: int, state: bytes, order: dict[str, object] | None = None) -> None:
+        value = b"" if order is None else json.dumps(order).encode()
         answer = self.writer.ask(Opcode.SET_VBUCKET_STATE, extras=state, value=value, partition=partition)
         assert answer.status == 0
-        self._tell(f"partition {partition}: state {state[0]}, {wish}")
+        self._tell(f"partition {partition}: state {state[0]}, {order}")
 
     def restart(self) -> None:
         if self.chance.random() < 0.5:

@@ -2,89 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.errors import InvalidArguments
-from upper.model.messages import (
-    Deletion,
-    EndReason,
-    Expiration,
-    Flush,
-    Mutation,
-    SetState,
-    SnapshotEnd,
-    SnapshotMarker,
-    StreamEnd,
-    StreamStart,
-)
-from upper.model.values import Cas, Partition, Seqno, State
+from upper.model.values import Partition
+from upper.record.change import key_of, without_value
 from upper.server.controls import parse_partitions
-from upper.server.filters import EVERYTHING, key_of, without_value
-from upper.server.hub import Hub, runs
-from upper.server.speech import IN_UPR, IN_UPR0, Speech
-from upper.server.stats import ranges
-from upper.storage import Bucket, Commit, records
-from upper.wire.upr import UPR
+from upper.server.fanout import Fanout, commit_ranges
+from upper.server.filters import EVERYTHING
+from upper.server.stream_stats import ranges
+from upper.storage import BucketStore, Commit, records
 
 U16, U32, U64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 PARTITIONS = U16.map(Partition)
 KEYS = st.binary(min_size=1, max_size=250)
-
-
-@st.composite
-def changes(draw: st.DrawFn) -> Mutation | Deletion | Expiration:
-    partition, key, cas, seqno = draw(PARTITIONS), draw(KEYS), Cas(draw(U64)), Seqno(draw(U64))
-    kind: type[Deletion] | None = draw(st.sampled_from((None, Deletion, Expiration)))
-    if kind is not None:
-        return kind(partition=partition, key=key, cas=cas, seqno=seqno, revision=draw(U64))
-    return Mutation(
-        partition=partition,
-        key=key,
-        cas=cas,
-        seqno=seqno,
-        revision=draw(U64),
-        value=draw(st.binary(max_size=100)),
-        flags=draw(U32),
-        expiration=draw(U32),
-        lock_time=draw(U32),
-    )
-
-
-@given(st.lists(changes(), min_size=1, max_size=20), U32)
-def test_streams_say_records_as_the_tables_of_the_dialect_would(
-    messages: list[Mutation], opaque: int
-) -> None:
-    stored = [UPR.encode(message) for message in messages]
-    for speech in (IN_UPR, IN_UPR0):
-        expected = b"".join(speech.dialect.encode(replace(message, opaque=opaque)) for message in messages)
-        assert speech.records(stored, opaque) == expected
-
-
-@pytest.mark.parametrize("speech", [IN_UPR, IN_UPR0])
-@given(PARTITIONS, U32, st.sampled_from([reason for reason in EndReason if reason < 5]))
-def test_what_is_said_once_is_said_as_the_tables_would(
-    speech: Speech, partition: Partition, opaque: int, reason: EndReason
-) -> None:
-    where: dict[str, Any] = {"partition": partition, "opaque": opaque}
-    for made, message in (
-        (speech.start(partition, opaque), StreamStart(**where)),
-        (speech.end(partition, opaque, reason), StreamEnd(reason=reason, **where)),
-        (speech.snapshot_start(partition, opaque), SnapshotMarker(**where)),
-        (speech.snapshot_end(partition, opaque), SnapshotEnd(**where)),
-        (speech.flush(partition, opaque), Flush(**where)),
-    ):
-        assert made == speech.dialect.encode(message)
-    if speech.states:
-        for state in State:
-            expected = speech.dialect.encode(SetState(state=state, **where))
-            assert speech.state(partition, opaque, state) == expected
 
 
 # ── Filters ───────────────────────────────────────────────────────────────────────────────────────
@@ -131,7 +69,37 @@ def test_a_prefix_passes_exactly_the_keys_that_begin_with_it(keys: list[bytes], 
 )
 def test_values_are_compared_by_a_path(comparison: str, value: bytes, passes: bool) -> None:
     record = records.mutation(0, b"k", value, seqno=1, revision=1, cas=1)
-    assert EVERYTHING.with_value(comparison)([record]) == ([record] if passes else [])
+    chosen = EVERYTHING.with_value(comparison)
+    gone = records.deletion(0, b"k", seqno=1, revision=1, cas=1)
+    assert chosen([record]) == [record if passes else gone]
+    assert chosen([record], first=True) == ([record] if passes else [])
+    assert chosen.with_mode("events")([record]) == ([record] if passes else [])
+
+
+def test_a_change_is_parsed_once_for_all_streams_that_filter_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed: list[bytes] = []
+
+    def loads(value: bytes) -> object:
+        parsed.append(value)
+        return json.loads(value)
+
+    filters = [EVERYTHING.with_value(f"$.n == {number}") for number in range(20)]
+    value = b'{"n": 7, "unique": "parsed once"}'
+    record = records.mutation(0, b"k", value, seqno=1, revision=1, cas=1)
+    again = bytes(bytearray(record))  # read from the disk, it is another object
+    monkeypatch.setattr("upper.server.value_filter.json", SimpleNamespace(loads=loads))
+    passed = [bool(chosen([copy], first=True)) for chosen in filters for copy in (record, again)]
+    assert passed == [number == 7 for number in range(20) for _ in range(2)]
+    assert parsed == [value]
+
+
+def test_a_value_past_the_bound_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = EVERYTHING.with_value("$[0] != 1")
+    monkeypatch.setattr("upper.server.value_filter.json", SimpleNamespace())
+    record = records.mutation(0, b"k", b"[" + b"{}," * 100_000 + b"{}]", seqno=1, revision=1, cas=1)
+    assert chosen([record], first=True) == []
 
 
 def test_a_filter_says_what_it_does() -> None:
@@ -157,7 +125,7 @@ def test_a_commit_with_flushes_falls_into_runs_that_count_on(kinds: list[str], r
         records.flush(0, 1) if kind == "f" else records.mutation(0, b"k", b"", seqno=seqno, revision=1, cas=1)
         for seqno, kind in enumerate(kinds, reached + 1)
     ]
-    found = list(runs(stored, reached))
+    found = list(commit_ranges(stored, reached))
     assert found[0].first == reached + 1
     assert found[-1].last == reached + len(kinds)
     for earlier, later in pairwise(found):
@@ -166,12 +134,12 @@ def test_a_commit_with_flushes_falls_into_runs_that_count_on(kinds: list[str], r
 
 
 def test_what_waits_for_a_batch_happens_with_it_and_never_if_it_was_refused(tmp_path: Path) -> None:
-    with Bucket.open(tmp_path, partitions=1) as bucket:
-        hub = Hub(bucket)
+    with BucketStore.open(tmp_path, partitions=1) as bucket:
+        fanout = Fanout(bucket)
         happened: list[int] = []
         for ticket in (1, 2, 3):
-            hub.after(ticket, lambda ticket=ticket: happened.append(ticket))  # type: ignore[misc]
-        hub.committed(Commit(1, []))
-        hub.refused(2)
-        hub.committed(Commit(3, []))
+            fanout.after(ticket, lambda ticket=ticket: happened.append(ticket))  # type: ignore[misc]
+        fanout.committed(Commit(1, []))
+        fanout.refused(2)
+        fanout.committed(Commit(3, []))
         assert happened == [1, 3]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.nodes import Node
-from tests.server.talk import Peer
+from tests.server.peers import Peer
+from tools import statistics_reference as reference
 from upper.cli.serve import size
-from upper.model.messages import Mutation, Request
-from upper.server import commands, reference, stats
+from upper.model.messages import MutationMessage, Request
+from upper.server import commands, stats
 from upper.server.settings import BadSettings
 from upper.server.table import TABLE
 from upper.wire.codes import Opcode, Status
@@ -29,7 +30,7 @@ def serve(*options: str, timeout: float = 30) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
-def test_one_line_says_that_it_is_ready_and_where(tmp_path: Path) -> None:
+def test_one_line_shows_that_it_is_ready_and_where(tmp_path: Path) -> None:
     command = (sys.executable, "-m", "upper", "serve", "--data", str(tmp_path / "d"), "--port", "0",
                "--partitions", "4")  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -64,7 +65,7 @@ def test_what_cannot_work_is_one_sentence_and_a_documented_code(tmp_path: Path, 
     code, sentence = fails("--data", str(node.data), "--port", "0")
     assert (code, "another process" in sentence) == (5, True)
     code, sentence = fails("--data", str(tmp_path / "x"), "--port", str(node.port))
-    assert (code, "another --port" in sentence) == (2, True)
+    assert (code, "another with --port" in sentence) == (2, True)
     code, sentence = fails("--data", str(tmp_path / "y"), "--partitions", "12", "--port", "0")
     assert (code, "power of two" in sentence) == (5, True)
     code, sentence = fails("--data", str(tmp_path / "z"), "--memory", "lots")
@@ -131,7 +132,7 @@ def test_more_data_than_the_memory_quota_is_served_and_streamed(tmp_path: Path) 
         with Peer(node) as follower:
             follower.accepted(1)
             changes = follower.changes(100)
-            assert all(isinstance(m, Mutation) and m.value == m.key[1:] * 2000 for m in changes)
+            assert all(isinstance(m, MutationMessage) and m.value == m.key[1:] * 2000 for m in changes)
 
 
 # ── Statistics ────────────────────────────────────────────────────────────────────────────────────
@@ -152,7 +153,7 @@ def test_every_group_answers_and_an_unknown_one_is_refused(shared_node: Node) ->
             assert peer.ask(Opcode.STAT, odd).status == Status.INVALID_ARGUMENTS
 
 
-def test_requests_are_counted_by_kind_whoever_answers_them(shared_node: Node) -> None:
+def test_requests_are_counted_by_kind_on_either_path(shared_node: Node) -> None:
     """Plain ones are answered in runs; one with an expiration, or for an item that has one, by the table."""
     names = ("requests", "cmd_get", "get_hits", "get_misses", "cmd_set", "cmd_delete")
     with Peer(shared_node, None) as peer:
@@ -229,7 +230,7 @@ def test_every_command_of_the_protocol_has_a_handler() -> None:
     assert {Opcode(opcode) for opcode in TABLE} == named
 
 
-def test_the_operations_page_knows_every_option_of_serve() -> None:
+def test_the_operations_page_has_every_option_of_serve() -> None:
     from argparse import ArgumentParser
 
     from upper.cli.serve import add_arguments
@@ -245,7 +246,7 @@ def test_the_operations_page_knows_every_option_of_serve() -> None:
 # ── A disk that refuses ───────────────────────────────────────────────────────────────────────────
 
 
-def test_when_the_disk_refuses_nobody_is_told_that_it_worked_and_reads_go_on(tmp_path: Path) -> None:
+def test_when_the_disk_refuses_no_write_is_confirmed_and_reads_go_on(tmp_path: Path) -> None:
     limited = Node(tmp_path / "data", "--metrics-port", "0", partitions=4, file_limit=600_000).start()
     with limited as node:
         with Peer(node, None) as peer:
@@ -253,7 +254,7 @@ def test_when_the_disk_refuses_nobody_is_told_that_it_worked_and_reads_go_on(tmp
                 assert peer.set(b"k%d" % number, b"v").status == 0
             failed = peer.set(b"large", bytes(700_000))
             assert failed.status == Status.TEMPORARY_FAILURE
-            assert peer.rest() == [], "whoever waited for the batch is told, and the connection closes"
+            assert peer.rest() == [], "a request that waited for the batch fails, and the connection closes"
         with Peer(node, None) as peer:
             assert peer.set(b"later", b"v").status == Status.TEMPORARY_FAILURE
             assert peer.get(b"large").status == Status.KEY_NOT_FOUND

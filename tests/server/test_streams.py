@@ -9,18 +9,18 @@ import threading
 from pathlib import Path
 
 from tests.nodes import Node
+from tests.server.peers import Peer
 from tests.server.streams import is_end, is_end_of_snapshot, kinds, promote, write
-from tests.server.talk import Peer
 from upper.model.messages import (
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Expiration,
+    ExpirationMessage,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
     SetState,
     SnapshotMarker,
     StopStream,
@@ -43,7 +43,7 @@ def test_a_stream_brings_what_exists_and_then_what_happens(node: Node, peer: Pee
     assert len(answer.versions) == 1
     first = peer.until(is_end_of_snapshot)
     assert kinds(first) == ["StreamStart", "SnapshotMarker", "Mutation", "Mutation", "SnapshotEnd"]
-    changes = [m for m in first if isinstance(m, Mutation)]
+    changes = [m for m in first if isinstance(m, MutationMessage)]
     assert [(m.key, m.seqno, m.revision, m.opaque) for m in changes] == [(b"b", 2, 1, 5), (b"a", 3, 2, 5)]
     with Peer(node, None) as writer:
         write(writer, b"c")
@@ -57,7 +57,7 @@ def test_a_stream_brings_what_exists_and_then_what_happens(node: Node, peer: Pee
         "Deletion",
         "SnapshotEnd",
     ]
-    assert isinstance(live[4], Deletion)
+    assert isinstance(live[4], DeletionMessage)
     assert (live[4].key, live[4].seqno, live[4].revision) == (b"b", 5, 2)
 
 
@@ -105,7 +105,7 @@ def test_a_commit_is_a_snapshot_with_each_key_once(node: Node, peer: Peer) -> No
             match message:
                 case SnapshotMarker():
                     inside = set()
-                case Mutation(key=key, seqno=at):
+                case MutationMessage(key=key, seqno=at):
                     assert key not in inside
                     inside.add(key)
                     assert at is not None
@@ -145,13 +145,13 @@ def test_backfill_and_live_meet_without_gap_or_repeat_while_others_write(node: N
         follower.accepted()
         seqnos: list[int] = []
         while len(seqnos) < total:
-            seqnos += [m.seqno or 0 for m in follower.receive() if isinstance(m, Mutation)]
+            seqnos += [m.seqno or 0 for m in follower.receive() if isinstance(m, MutationMessage)]
     thread.join()
     assert seqnos == list(range(1, total + 1))
 
 
 def test_what_is_fed_to_all_alike_is_what_is_fed_to_one_by_itself(node: Node) -> None:
-    """Streams without an end share their bytes, one with an end far away does not: nobody can tell."""
+    """Streams without an end share their bytes, one with a distant end does not; both receive the same."""
     from upper.model.messages import Request
 
     with Peer(node) as shared, Peer(node) as apart, Peer(node, None) as writer:
@@ -168,7 +168,7 @@ def test_what_is_fed_to_all_alike_is_what_is_fed_to_one_by_itself(node: Node) ->
             writer.until(lambda message: getattr(message, "opaque", None) == 999)
         writer.set(b"last", b"")
         streams = [
-            peer.until(lambda m: isinstance(m, Mutation) and m.key == b"last")
+            peer.until(lambda m: isinstance(m, MutationMessage) and m.key == b"last")
             + peer.until(is_end_of_snapshot)
             for peer in (shared, apart)
         ]
@@ -204,7 +204,7 @@ def test_expiries_and_locks_are_changes_like_any_other(node: Node, peer: Peer) -
             (b"locked", 3),
         ]
         assert [change.lock_time > 0 for change in changes[:3]] == [False, False, True]
-        assert isinstance(changes[3], Expiration)
+        assert isinstance(changes[3], ExpirationMessage)
         assert (changes[3].key, changes[3].seqno, changes[3].revision) == (b"short", 4, 2)
 
 
@@ -234,7 +234,7 @@ def test_nothing_past_the_end_is_sent_and_a_state_that_is_gone_is_not_promised(p
     assert kinds(seen) == ["StreamStart", "SnapshotMarker", "Mutation", "StreamEnd"]
     peer.accepted(end=2, flags=StreamFlag.WHOLE_SNAPSHOTS)
     seen = peer.until(is_end)
-    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [2, 3, 4]
+    assert [m.seqno for m in seen if isinstance(m, MutationMessage)] == [2, 3, 4]
     assert kinds(seen)[-2:] == ["SnapshotEnd", "StreamEnd"]
 
 
@@ -243,7 +243,7 @@ def test_a_live_stream_ends_at_its_end(node: Node, peer: Peer) -> None:
     with Peer(node, None) as writer:
         write(writer, b"a", b"b", b"c")
     seen = peer.until(is_end)
-    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [1, 2]
+    assert [m.seqno for m in seen if isinstance(m, MutationMessage)] == [1, 2]
     assert kinds(seen)[-2:] == ["SnapshotEnd", "StreamEnd"]
 
 
@@ -259,7 +259,7 @@ def test_the_consumer_stops_a_stream_and_gets_nothing_more_of_it(node: Node, pee
     assert peer.wait_for(Refusal).status == Status.INVALID_ARGUMENTS
 
 
-def test_a_node_that_stops_says_so_on_every_stream(node: Node, peer: Peer) -> None:
+def test_a_node_that_stops_ends_every_stream_with_the_reason(node: Node, peer: Peer) -> None:
     for partition in range(16):
         peer.accepted(partition)
     code = node.stop()
@@ -291,17 +291,6 @@ def test_not_my_vbucket_brings_the_map(peer: Peer) -> None:
     answer = peer.follow(99, opaque=1)
     assert isinstance(answer, Refusal)
     assert json.loads(answer.value)["name"] == "default"
-
-
-def test_dcp_is_refused_with_a_sentence(node: Node) -> None:
-    with node.connect() as connection:
-        body = bytes(8) + b"name"
-        connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x50, 4, 8, 0, 0, len(body), 3, 0) + body)
-        answer = connection.recv(4096)
-        assert struct.unpack_from(">H", answer, 6)[0] == Status.NOT_SUPPORTED
-        assert b"DCP is not spoken here" in answer
-        connection.sendall(struct.pack(">BBHBBHIIQ", 0x80, 0x0A, 0, 0, 0, 0, 0, 4, 0))
-        assert len(connection.recv(4096)) == 24
 
 
 def test_a_second_dialect_on_a_connection_is_refused_by_name(peer: Peer) -> None:
@@ -354,12 +343,12 @@ def test_a_bad_request_of_upr0_is_answered_in_upr0(node: Node) -> None:
 def test_a_consumer_of_an_unknown_branch_goes_back_to_the_beginning(peer: Peer) -> None:
     write(peer, b"a", b"b")
     answer = peer.follow(start=2, branch=12345)
-    assert isinstance(answer, RollbackRequired)
+    assert isinstance(answer, RollbackAnswer)
     assert answer.seqno == 0
     peer.accepted(start=0, branch=12345)
 
 
-def test_the_failover_log_is_told_and_grows_with_a_promotion(peer: Peer) -> None:
+def test_the_failover_log_is_sent_and_grows_with_a_promotion(peer: Peer) -> None:
     write(peer, b"a", b"b")
     peer.send(FailoverLogRequest(partition=P0, opaque=3))
     before = peer.wait_for(FailoverLogAnswer).versions
@@ -384,7 +373,7 @@ def test_a_promotion_ends_streams_and_takes_consumers_back_that_went_further(nod
         reached = int(str(told["seqno"]))
         assert reached <= 4
         answer = follower.follow(start=10, branch=branch)
-        assert isinstance(answer, RollbackRequired)
+        assert isinstance(answer, RollbackAnswer)
         assert answer.seqno == reached
         assert peer.get(b"k9").status == Status.KEY_NOT_FOUND
         write(peer, b"new")
@@ -415,12 +404,12 @@ def test_a_flush_reaches_live_streams_and_who_was_away_goes_back_to_zero(node: N
         write(writer, b"a", b"b")
         peer.changes(2)
         assert writer.ask(Opcode.FLUSH).status == 0
-        peer.wait_for(Flush)
+        peer.wait_for(FlushMessage)
         write(writer, b"c")
         assert [m.seqno for m in peer.changes(1)] == [4]
         with Peer(node) as late:
             answer = late.follow(start=2, branch=branch)
-            assert isinstance(answer, RollbackRequired)
+            assert isinstance(answer, RollbackAnswer)
             assert answer.seqno == 0
             late.accepted(start=3, branch=branch)  # who stands at the flush goes on
 
@@ -433,7 +422,7 @@ def test_a_takeover_drains_hands_over_and_leaves_a_dead_copy(node: Node, peer: P
     assert states == [State.PENDING, State.ACTIVE]
     assert isinstance(seen[-1], StreamEnd)
     assert seen[-1].reason is EndReason.OK
-    assert [m.seqno for m in seen if isinstance(m, Mutation)] == [1, 2]
+    assert [m.seqno for m in seen if isinstance(m, MutationMessage)] == [1, 2]
     assert peer.set(b"c", b"v").status == Status.NOT_MY_VBUCKET
     assert peer.ask(Opcode.GET_VBUCKET_STATE).value == b"\0\0\0\4"
     node.stop()

@@ -1,7 +1,6 @@
-"""A crowd: many connections, many that follow, and some that never read.
+"""Load: many connections, many consumers, and some that never read.
 
-What is measured in time belongs to the benchmarks; here it is that nothing is lost, nobody is left out and
-memory stays bounded.
+Times belong to the benchmarks; here, nothing is lost, every consumer is served and memory stays bounded.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import pytest
 
 from tests.nodes import Node
 from tests.server.inside import Running
-from tests.server.talk import Peer
+from tests.server.peers import Peer
 from upper import kernel
-from upper.model.messages import Request, Response, SnapshotEnd
+from upper.model.messages import Request, Response, SnapshotEndMessage
 from upper.model.values import Partition
 from upper.wire.codes import Opcode
 
@@ -59,7 +58,7 @@ class Following:
 def write(
     node: Node, count: int, *, connections: int = 4, value: bytes = bytes(100), keys: int = 10**9
 ) -> None:
-    """So many durable writes, pipelined over some connections; every one must be answered with OK."""
+    """Durable writes, pipelined over some connections; every one must be answered with OK."""
 
     def some(number: int) -> None:
         with Peer(node, None, timeout=60) as peer:
@@ -147,7 +146,7 @@ def test_consumers_that_stop_reading_cost_a_bounded_amount_of_memory(tmp_path: P
         with Peer(node) as reader:
             reader.accepted(0)
             before = node.memory()
-            # The same keys again and again: what is stored does not grow, only what nobody reads could.
+            # The same keys again and again: what is stored does not grow, only unread bytes could.
             write(node, 4000, value=bytes(20_000), keys=40)
             grown = node.memory() - before
             written = 4000 * 20_000
@@ -220,5 +219,5 @@ def test_a_snapshot_is_never_cut_by_answers_on_the_same_connection(node: Node) -
         for number in range(200):
             peer.ask(Opcode.NOOP)
             peer.set(b"own-%d" % number, b"v", partition=1)
-        seen = peer.until(lambda message: isinstance(message, SnapshotEnd))
+        seen = peer.until(lambda message: isinstance(message, SnapshotEndMessage))
         assert len([m for m in seen if getattr(m, "seqno", None)]) == 125

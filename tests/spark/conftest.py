@@ -14,7 +14,7 @@ from tests.nodes import Node
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from tests.spark.pond import Pond
+    from tests.spark.synced_lake import SyncedLake
 
 
 @pytest.fixture(scope="session")
@@ -35,10 +35,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 @pytest.fixture
-def pond(tmp_path: Path, node: Node, spark: SparkSession) -> Pond:
-    from tests.spark.pond import Pond
+def synced(tmp_path: Path, node: Node, spark: SparkSession) -> SyncedLake:
+    from tests.spark.synced_lake import SyncedLake
 
-    return Pond(tmp_path / "lake", node, spark)
+    return SyncedLake(tmp_path / "lake", node, spark)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.client.bulk import change_schema
-from upper.spark.columns import Shape
+from upper.spark.columns import ValueForms, _json, as_json
 
 KINDS: dict[str, pa.DataType] = {
     "i": pa.int32(),
@@ -41,7 +41,7 @@ def shown(values: list[bytes | None], kind: pa.DataType, form: Any = "json") -> 
         [{**dict.fromkeys(schema.names), "value": value} for value in values], schema=schema
     )
     wanted = schema.set(at, pa.field("value", kind))
-    shape = Shape(value=form, value_schema="x int" if form == "json" else "")
+    shape = ValueForms(value=form, value_schema="x int" if form == "json" else "")
     answer: list[Any] = shape.apply(rows, wanted).column("value").to_pylist()
     return answer
 
@@ -106,3 +106,39 @@ def test_what_is_not_json_of_the_schema_is_null(value: bytes) -> None:
 def test_a_part_is_what_it_says_or_null(kind: str, given_: str, seen: object) -> None:
     value = f'{{"v": {given_}}}'.encode()
     assert shown([value], pa.struct([("v", KINDS[kind])])) == [{"v": seen}]
+
+
+PLAIN = pa.struct([(name, KINDS[name]) for name in ("i", "l", "d", "b", "s", "list", "in")])
+texts = st.sampled_from(
+    [b"{}", b"7", b"", b"}", b'{"i": 1}, {"i": 2}', b'{"i": 1}{"i": 2}', b'{"i":', b"1}", b"null"]
+)
+
+
+@given(st.lists(st.none() | texts | st.dictionaries(st.sampled_from(PLAIN.names), anything).map(
+    lambda value: json.dumps(value).encode()
+), max_size=12))  # fmt: skip
+def test_values_that_are_parsed_together_are_the_same_as_one_by_one(values: list[bytes | None]) -> None:
+    assert as_json(pa.array(values, pa.binary()), PLAIN).to_pylist() == [
+        _json(value, PLAIN) for value in values
+    ]
+
+
+def test_good_values_around_bad_ones_are_read() -> None:
+    values = [b'{"x": %d}' % number for number in range(20_000)]
+    for number in (0, 777, 19_999):
+        values[number] = b"\xff"
+    seen = as_json(pa.array(values, pa.binary()), pa.struct([("x", pa.int32())])).to_pylist()
+    assert [row and row["x"] for row in seen] == [
+        None if number in (0, 777, 19_999) else number for number in range(20_000)
+    ]
+
+
+def test_a_bad_value_keeps_its_bytes() -> None:
+    kind = pa.struct([("x", pa.int32()), ("_raw", pa.binary()), ("_corrupt_record", pa.string())])
+    values = [b'{"x": 1}', b"not json", None, b"\xff"]
+    assert as_json(pa.array(values, pa.binary()), kind).to_pylist() == [
+        {"x": 1, "_raw": b'{"x": 1}', "_corrupt_record": None},
+        {"x": None, "_raw": b"not json", "_corrupt_record": "not json"},
+        None,
+        {"x": None, "_raw": b"\xff", "_corrupt_record": "\ufffd"},
+    ]

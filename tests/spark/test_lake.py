@@ -19,9 +19,9 @@ import pytest
 
 import upper
 from tests.nodes import Node
-from tests.spark.pond import Meddled, Pond, Row, driver, go_back
-from upper.apps.lake.care import compact, trim, vacuum
-from upper.apps.lake.home import Lake, held
+from tests.spark.synced_lake import Meddled, Row, SyncedLake, driver, go_back
+from upper.apps.lake.lake import Lake, held
+from upper.apps.lake.maintenance import compact, trim, vacuum
 from upper.apps.lake.query import query
 from upper.apps.lake.schema import CHANGES, LOST
 from upper.apps.lake.tables import exists
@@ -30,142 +30,150 @@ from upper.errors import KeyNotFound
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def test_load_live_changes_deletes_expiries_and_a_flush(pond: Pond, bucket: Any) -> None:
+def test_load_live_changes_deletes_expiries_and_a_flush(synced: SyncedLake, bucket: Any) -> None:
     bucket.set_many({f"k{i}": b"one %d" % i for i in range(2000)})
-    pond.sync()
-    pond.check()
-    assert len(pond.latest()) == 2000
+    synced.sync()
+    synced.check()
+    assert len(synced.latest()) == 2000
     bucket.set_many({f"k{i}": b"two %d" % i for i in range(0, 2000, 3)})
     bucket.delete_many([f"k{i}" for i in range(0, 2000, 7)])
     bucket.set("short", b"life")
-    pond.sync()
-    pond.check()
-    assert pond.latest()[b"k3"] == b"two 3"
-    assert pond.latest()[b"short"] == b"life"
+    synced.sync()
+    synced.check()
+    assert synced.latest()[b"k3"] == b"two 3"
+    assert synced.latest()[b"short"] == b"life"
     bucket.touch("short", expiry=1)
     eventually(lambda: gone(bucket, "short"))
-    pond.sync()
-    pond.check()
-    assert b"short" not in pond.latest()
+    synced.sync()
+    synced.check()
+    assert b"short" not in synced.latest()
     seen = {row["operation"]: row["n"] for row in query(
-        Lake(pond.root), "select operation, count(*) as n from changes group by operation"
+        synced.root, "select operation, count(*) as n from changes group by operation"
     )}  # fmt: skip
     # Keys that were written and deleted between two commits are seen once, as deleted.
     assert seen == {"mutation": 2000 + 667 - 96 + 1, "deletion": 286, "expiration": 1}
     bucket.flush()
     bucket.set_many({f"n{i}": b"new" for i in range(50)})
-    pond.sync()
-    pond.check()
-    assert set(pond.latest()) == {b"n%d" % i for i in range(50)}
-    assert pond.rows(LOST) == set()
+    synced.sync()
+    synced.check()
+    assert set(synced.latest()) == {b"n%d" % i for i in range(50)}
+    assert synced.rows(LOST) == set()
 
 
-def test_a_node_that_comes_back_behind_takes_rows_back(pond: Pond, node: Node, bucket: Any) -> None:
+def test_a_node_that_comes_back_behind_takes_rows_back(synced: SyncedLake, node: Node, bucket: Any) -> None:
     bucket.set_many({f"k{i}": b"one %d" % i for i in range(800)})
-    pond.sync()
+    synced.sync()
     bucket.set_many({f"k{i}": b"two %d" % i for i in range(800)})
-    pond.sync()
+    synced.sync()
     node.kill()
     node.restart()
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == set(), "a kill alone takes nothing back"
-    lost = go_back(pond, bucket, {0: 5, 3: 20, 9: 70})
+    synced.sync()
+    synced.check()
+    assert synced.rows(LOST) == set(), "a kill alone takes nothing back"
+    lost = go_back(synced, bucket, {0: 5, 3: 20, 9: 70})
     assert lost
     bucket.set_many({f"n{i}": b"new" for i in range(100)})
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == lost
-    assert not pond.rows(CHANGES) & lost
-    lost |= go_back(pond, bucket, {0: 3, 9: 40, 12: 1})
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == lost
-    told = list(query(Lake(pond.root), "select distinct partition, why from lost order by all"))
+    synced.sync()
+    synced.check()
+    assert synced.rows(LOST) == lost
+    assert not synced.rows(CHANGES) & lost
+    lost |= go_back(synced, bucket, {0: 3, 9: 40, 12: 1})
+    synced.sync()
+    synced.check()
+    assert synced.rows(LOST) == lost
+    told = list(query(synced.root, "select distinct partition, why from lost order by all"))
     assert {row["partition"] for row in told} == {0, 3, 9, 12}
-    assert all("part at" in row["why"] or "in common" in row["why"] for row in told)
+    assert all("diverge at" in row["why"] or "in common" in row["why"] for row in told)
 
 
-def test_a_failover_between_planning_and_reading_heals_itself(pond: Pond, node: Node, bucket: Any) -> None:
+def test_a_failover_between_planning_and_reading_heals_itself(
+    synced: SyncedLake, node: Node, bucket: Any
+) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(800)})
-    pond.sync()
+    synced.sync()
     bucket.set_many({f"k{i}": b"two" for i in range(800)})
     lost: set[Row] = set()
 
     def failover() -> None:
-        lost.update(go_back(pond, bucket, {1: 10, 2: 45, 7: 80}))
+        lost.update(go_back(synced, bucket, {1: 10, 2: 45, 7: 80}))
 
-    pond.sync(Meddled(node.url, failover))
-    pond.check()
+    synced.sync(Meddled(node.url, failover))
+    synced.check()
     bucket.set_many({f"k{i}": b"three" for i in range(200)})
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == lost
+    synced.sync()
+    synced.check()
+    assert synced.rows(LOST) == lost
 
 
-def test_merging_trimming_and_sweeping_change_nothing_that_is_true(pond: Pond, bucket: Any) -> None:
+def test_merging_trimming_and_sweeping_change_nothing_that_is_true(synced: SyncedLake, bucket: Any) -> None:
     for number in range(4):
         bucket.set_many({f"k{i}": b"%d" % number for i in range(200)})
-        pond.sync()
-    lake = Lake(pond.root)
-    before = pond.rows(CHANGES)
-    assert compact(lake, pond.runner) > 0
-    assert pond.rows(CHANGES) == before
-    assert len(Lake(pond.root).changes.files()) == 4
-    pond.check()
-    middle = next(query(lake, "select changed_at from changes where batch = 3 order by changed_at limit 1"))
-    assert trim(lake, pond.runner, older_than=middle["changed_at"]) > 0
-    assert len(pond.rows(CHANGES)) < len(before)
-    pond.check()
+        synced.sync()
+    lake = Lake(synced.root)
+    before = synced.rows(CHANGES)
+    assert compact(lake, synced.runner) > 0
+    assert synced.rows(CHANGES) == before
+    assert len(Lake(synced.root).changes.files()) == 4
+    synced.check()
+    middle = next(
+        query(lake.root, "select changed_at from changes where batch = 3 order by changed_at limit 1")
+    )
+    assert trim(lake, synced.runner, older_than=middle["changed_at"]) > 0
+    assert len(synced.rows(CHANGES)) < len(before)
+    synced.check()
     assert len(vacuum(lake, hours=0)) > 0
-    pond.check()
+    synced.check()
     # The older version of a key may be gone with what was trimmed: such a partition is read again from zero.
-    lost = go_back(pond, bucket, {5: 4})
+    lost = go_back(synced, bucket, {5: 4})
     bucket.set("after", b"all")
-    pond.sync()
-    pond.check()
-    assert pond.rows(LOST) == lost
+    synced.sync()
+    synced.check()
+    assert synced.rows(LOST) == lost
 
 
-def test_a_live_sync_outlives_its_node_and_ends_when_it_is_told(pond: Pond, node: Node) -> None:
-    process = driver(pond, "--every", "300ms", "--latest-every", "1s", "--groups", "4")
+def test_a_live_sync_outlives_its_node_and_ends_when_it_is_stopped(synced: SyncedLake, node: Node) -> None:
+    process = driver(synced, "--every", "300ms", "--latest-every", "1s", "--groups", "4", "--private")
     try:
         with upper.connect(node.url) as bucket:
             bucket.set_many({f"k{i}": b"one" for i in range(400)})
-        eventually(lambda: committed(pond) == 400, within=120.0)
+        eventually(lambda: committed(synced) == 400, within=120.0)
         node.kill()
         node.restart()
         with upper.connect(node.url) as bucket:
             bucket.set_many({f"k{i}": b"two" for i in range(100)})
-        eventually(lambda: committed(pond) == 500, within=120.0)
+        eventually(lambda: committed(synced) == 500, within=120.0)
         process.terminate()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
         assert process.wait(60) == 0
+        assert "upper: stopping after this round" in said
+        assert not [path for path in (synced.root, *synced.root.rglob("*")) if path.stat().st_mode & 0o077]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         if process.stderr is not None:
             process.stderr.close()
-    pond.check()
-    assert len(pond.latest()) == 400
-    assert pond.rows(LOST) == set()
+    synced.check()
+    assert len(synced.latest()) == 400
+    assert synced.rows(LOST) == set()
 
 
-def committed(pond: Pond) -> int:
-    """Rows in `changes`, as somebody who only reads sees them."""
-    return sum(file.rows for file in Lake(pond.root).changes.files()) if exists(pond.root) else 0
+def committed(synced: SyncedLake) -> int:
+    """Rows in `changes`, as a reader sees them."""
+    return sum(file.rows for file in Lake(synced.root).changes.files()) if exists(synced.root) else 0
 
 
-def test_the_second_sync_on_a_lake_is_told_so(pond: Pond, bucket: Any) -> None:
+def test_the_second_sync_on_a_lake_is_refused(synced: SyncedLake, bucket: Any) -> None:
     bucket.set("k", b"v")
-    with held(pond.root):
-        second = driver(pond, "--once")
+    with held(synced.root):
+        second = driver(synced, "--once")
         _, said = second.communicate(timeout=60)
     assert second.returncode == 5
     assert b"another process" in said
     assert str(os.getpid()).encode() in said
 
 
-def test_a_worker_that_is_killed_is_replaced(pond: Pond, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_replaced(synced: SyncedLake, tmp_path: Path) -> None:
     marker = str(tmp_path / "died")
 
     def die_once() -> str:
@@ -177,16 +185,27 @@ def test_a_worker_that_is_killed_is_replaced(pond: Pond, tmp_path: Path) -> None
             os.kill(os.getpid(), signal.SIGKILL)
         return "done"
 
-    assert pond.runner.run([die_once, lambda: "also"]) == ["done", "also"]
+    assert synced.runner.run([die_once, lambda: "also"]) == ["done", "also"]
 
 
-def test_verify_as_a_command_names_what_differs_and_says_so_by_its_exit_code(pond: Pond, bucket: Any) -> None:
+def test_verify_as_a_command_names_what_differs_and_says_so_by_its_exit_code(
+    synced: SyncedLake, bucket: Any
+) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(100)})
-    pond.sync()
-    lake = Lake(pond.root)
+    synced.sync()
+    lake = Lake(synced.root)
     victim = lake.latest.files()[0]
-    lake.commit_latest(add=[], remove=[victim], stand=lake.latest.stand)
-    command = [sys.executable, "-m", "upper", "verify", pond.node.url, str(pond.root), "--master", "local[2]"]
+    lake.commit_latest(add=[], remove=[victim], lake_position=lake.latest.lake_position)
+    command = [
+        sys.executable,
+        "-m",
+        "upper",
+        "verify",
+        synced.node.url,
+        str(synced.root),
+        "--master",
+        "local[2]",
+    ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 1, run.stderr
     assert "`latest` is not what the bucket has: b'k" in run.stdout
@@ -196,7 +215,7 @@ def test_verify_as_a_command_names_what_differs_and_says_so_by_its_exit_code(pon
 # ── A cluster ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sync_on_a_standalone_cluster(pond: Pond, bucket: Any, tmp_path: Path) -> None:
+def test_a_sync_on_a_standalone_cluster(synced: SyncedLake, bucket: Any, tmp_path: Path) -> None:
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -230,8 +249,9 @@ def test_a_sync_on_a_standalone_cluster(pond: Pond, bucket: Any, tmp_path: Path)
         command = [sys.executable, "-m", "upper"]
         options = ["--master", master, "--conf", "spark.executor.memory=500m"]
         run = subprocess.run(
-            [*command, "sync", pond.node.url, str(pond.root), "--once", "--groups", "4", *options],
-            env=env, capture_output=True, text=True, timeout=110, check=False,
+            # A relative path: the workers have other working directories than the driver.
+            [*command, "sync", synced.node.url, "./lake", "--once", "--groups", "4", *options],
+            env=env, cwd=synced.root.parent, capture_output=True, text=True, timeout=250, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
         assert "1,000 changes" in run.stdout
@@ -241,7 +261,7 @@ def test_a_sync_on_a_standalone_cluster(pond: Pond, bucket: Any, tmp_path: Path)
         for process in processes:
             process.wait(30)
     assert all("app-" in str(list((tmp_path / f"w{number}").iterdir())) for number in (1, 2))
-    pond.check()
+    synced.check()
 
 
 def free_port() -> int:

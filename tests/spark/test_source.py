@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import upper
+import upper.spark
 from tests.nodes import Node
 from upper.client.bucket import Bucket
 
@@ -55,7 +56,7 @@ def test_a_batch_has_every_change_and_its_columns(spark: SparkSession, node: Nod
     frame = changes(spark, node)
     assert frame.schema.simpleString() == (
         "struct<partition:int,seqno:bigint,branch:bigint,operation:string,key:binary,value:binary,"
-        "revision:bigint,cas:bigint,flags:int,expiration:int,lock_time:int,changed_at:timestamp>"
+        "revision:bigint,cas:bigint,flags:int,expiration:int,lock_time:int,changed_at:timestamp,data_type:int>"
     )
     rows = frame.collect()
     assert len(rows) == 500
@@ -225,8 +226,9 @@ def test_a_live_query_reports_how_far_the_bucket_is(spark: SparkSession, node: N
             bucket.set("k", b"v")
             until(lambda: any(rows for _, rows in got))
             until(lambda: any(one["numInputRows"] for one in query.recentProgress))
-        told = next(one for one in query.recentProgress if one["numInputRows"])
-        assert json.loads(told["sources"][0]["latestOffset"])["version"] == 1
+            shown = next(one for one in query.recentProgress if one["numInputRows"])
+            assert json.loads(shown["sources"][0]["latestOffset"])["seqnos"] == sum(bucket.seqnos().values())
+            assert upper.spark.lag(shown) == 0
     finally:
         query.stop()
 

@@ -10,16 +10,13 @@ from types import ModuleType
 import pytest
 
 from upper import kernel
-from upper.storage import Bucket, StorageSettings
+from upper.storage import BucketStore, StorageSettings
 
 QUIET = StorageSettings(compact=False)
 FUNCTIONS = (
-    "after",
-    "gather",
     "group",
     "join",
     "latest",
-    "measure",
     "reach",
     "replay",
     "run",
@@ -39,7 +36,7 @@ class Wall:
         return int(self.now * 1_000_000_000)
 
 
-Open = Callable[..., Bucket]
+Open = Callable[..., BucketStore]
 
 
 def twin(name: str) -> ModuleType:
@@ -75,15 +72,15 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def opened(directory: Path, wall: Wall) -> Iterator[Open]:
     """`opened(...)`: the bucket of this test, opened (again); whatever is open at the end is closed."""
-    buckets: list[Bucket] = []
+    buckets: list[BucketStore] = []
 
-    def open_it(settings: StorageSettings = QUIET, **options: object) -> Bucket:
+    def open_it(settings: StorageSettings = QUIET, **options: object) -> BucketStore:
         for bucket in buckets:
             bucket.close()
         options.setdefault("time_ns", wall)
         if not (directory / "bucket.json").exists():
             options.setdefault("partitions", 4)
-        bucket = Bucket.open(directory, settings, **options)  # type: ignore[arg-type]
+        bucket = BucketStore.open(directory, settings, **options)  # type: ignore[arg-type]
         buckets.append(bucket)
         return bucket
 
@@ -93,14 +90,14 @@ def opened(directory: Path, wall: Wall) -> Iterator[Open]:
             bucket.abandon()
 
 
-def fill(bucket: Bucket, batches: int = 6) -> None:
+def fill(bucket: BucketStore, batches: int = 6) -> None:
     for batch in range(batches):
         for store in bucket.partitions:
             store.write(b"k%d" % batch, b"value %d of %d" % (batch, store.id))
         bucket.commit()
 
 
-def contents(bucket: Bucket) -> list[dict[bytes, bytes]]:
+def contents(bucket: BucketStore) -> list[dict[bytes, bytes]]:
     return [
         {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
         for store in bucket.partitions

@@ -13,7 +13,7 @@ import pytest
 
 from tests.storage.conftest import QUIET, Open, Wall
 from upper.model.values import Seqno
-from upper.storage import Bucket, Disk, PartitionStore, StorageSettings, compact, records
+from upper.storage import BucketStore, Disk, PartitionStore, StorageSettings, partition_files, records
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -106,11 +106,11 @@ def test_deletions_go_by_themselves_however_often_the_node_is_restarted(opened: 
     store.delete(b"a")
     store.write(b"d", b"v")
 
-    async def look(bucket: Bucket, store: PartitionStore) -> None:
+    async def look(bucket: BucketStore, store: PartitionStore) -> None:
         bucket.attach(asyncio.get_running_loop())
         for _ in range(1_000_000):
             looked = store.purge_at is not None
-            if bucket.rewriter.runs or (looked and store.purge_at == 1_700_000_000 + 1000):
+            if bucket.compactor.runs or (looked and store.purge_at == 1_700_000_000 + 1000):
                 break
             await asyncio.sleep(0)
 
@@ -169,7 +169,7 @@ def test_disk_use_stays_below_two_and_a_half_times_the_data(
         bucket.close()
 
     asyncio.run(overwrite())
-    assert bucket.rewriter.runs > 3
+    assert bucket.compactor.runs > 3
     assert worst < 2.5
     assert list(check(directory)) == []
     again = opened(settings)
@@ -179,7 +179,7 @@ def test_disk_use_stays_below_two_and_a_half_times_the_data(
         assert item.value == value
 
 
-async def overwrite(bucket: Bucket, batches: int) -> None:
+async def overwrite(bucket: BucketStore, batches: int) -> None:
     """A few hundred kilobytes, again and again."""
     bucket.attach(asyncio.get_running_loop())
     for batch in range(batches):
@@ -193,11 +193,11 @@ def test_little_data_is_not_rewritten_before_the_floor_is_reached(opened: Open, 
     bucket = opened(StorageSettings(disk_floor=4 << 20))
     asyncio.run(overwrite(bucket, 120))
     assert disk_use(directory) > 5 * sum(store.size for store in bucket.partitions)
-    assert bucket.rewriter.runs == 0
+    assert bucket.compactor.runs == 0
     bucket = opened(StorageSettings(disk_floor=1 << 20))
     asyncio.run(overwrite(bucket, 120))
     assert disk_use(directory) < 1 << 20
-    assert bucket.rewriter.runs > 1
+    assert bucket.compactor.runs > 1
 
 
 class Unlinked(Disk):
@@ -220,7 +220,7 @@ def test_the_loop_does_not_wait_while_files_are_deleted(opened: Open) -> None:
     disk = Unlinked()
     bucket = opened(StorageSettings(disk_floor=256 << 10, segment_size=32 << 10), disk=disk)
     asyncio.run(overwrite(bucket, 200))
-    assert bucket.rewriter.runs > 1
+    assert bucket.compactor.runs > 1
     assert disk.threads
     assert main_thread().name not in disk.threads
 
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_deleted_is_deleted_later(opened: Open, directory:
 QUOTA = 100_000
 
 
-def load_four_times_the_quota(bucket: Bucket) -> dict[bytes, bytes]:
+def load_four_times_the_quota(bucket: BucketStore) -> dict[bytes, bytes]:
     values = {b"key%04d" % n: b"%d" % n * 100 for n in range(1200)}
     for n, (key, value) in enumerate(values.items()):
         bucket.partitions[n % 4].write(key, value)
@@ -252,7 +252,7 @@ def load_four_times_the_quota(bucket: Bucket) -> dict[bytes, bytes]:
     return values
 
 
-def verify(bucket: Bucket, values: dict[bytes, bytes]) -> None:
+def verify(bucket: BucketStore, values: dict[bytes, bytes]) -> None:
     assert sum(store.resident for store in bucket.partitions) < 1.3 * QUOTA
     for n, (key, value) in enumerate(values.items()):
         item = bucket.partitions[n % 4].read(key)
@@ -348,11 +348,11 @@ def test_a_value_that_leaves_memory_while_it_is_rewritten_is_found_in_the_new_fi
         for n in range(20):
             store.write(b"k%d" % n, b"v" * 200)
             await bucket.saved()
-        bucket.rewriter.choose([store], now=False)
+        bucket.compactor.choose([store], now=False)
         store.write(b"last", b"v")
         await bucket.saved()
         for _ in range(1_000_000):
-            if bucket.rewriter.runs:
+            if bucket.compactor.runs:
                 break
             await asyncio.sleep(0)
 
@@ -368,17 +368,17 @@ def test_a_partition_that_was_read_again_in_the_middle_stays_with_its_own_file(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch failed while one partition had moved into the new file and the other had not."""
-    monkeypatch.setattr(compact, "ADOPT_STEP", 4)
+    monkeypatch.setattr(partition_files, "ADOPT_STEP", 4)
     bucket = opened(StorageSettings(compact=False, memory_quota=0), partitions=2)
     one, other = bucket.partitions
     for store in (one, other):
         for n in range(10):
             store.write(b"k%d" % n, b"v")
     bucket.compact()
-    packs = bucket.rewriter._make_packs([one, other], bucket.done)
+    packs = bucket.compactor._make_packs([one, other], bucket.done)
     packs[0].committed.set()
-    bucket.rewriter._write(packs)
-    adopting = bucket.rewriter._adopt(packs)
+    bucket.compactor._write(packs)
+    adopting = bucket.compactor._adopt(packs)
     next(adopting)
     bucket.recovery.read_again([other])
     for _ in adopting:

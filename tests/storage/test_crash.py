@@ -20,8 +20,9 @@ import pytest
 
 from tests.storage.conftest import FUNCTIONS, twin
 from upper import kernel
-from upper.model.values import Seqno
-from upper.storage import Bucket, Durability, PartitionStore, StorageSettings
+from upper.history.partition_state import Ownership
+from upper.model.values import BranchId, Seqno
+from upper.storage import BucketStore, Durability, PartitionStore, StorageSettings
 from upper.storage.check import check
 
 PARTITIONS = 4
@@ -64,7 +65,7 @@ def expected(high: int) -> dict[bytes, bytes | None]:
 # ── The child ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def write_for_ever(bucket: Bucket, say: Say, chance: random.Random) -> None:
+async def write_for_ever(bucket: BucketStore, say: Say, chance: random.Random) -> None:
     bucket.attach(asyncio.get_running_loop())
     while True:
         for _ in range(chance.randrange(1, 40)):
@@ -74,7 +75,7 @@ async def write_for_ever(bucket: Bucket, say: Say, chance: random.Random) -> Non
             say(DURABLE, store.id, store.durable)
 
 
-async def go_back_and_on(bucket: Bucket, say: Say, chance: random.Random) -> None:
+async def go_back_and_on(bucket: BucketStore, say: Say, chance: random.Random) -> None:
     while True:
         store = chance.choice(bucket.partitions)
         for _ in range(chance.randrange(1, 60)):
@@ -85,11 +86,13 @@ async def go_back_and_on(bucket: Bucket, say: Say, chance: random.Random) -> Non
             bucket.compact([chance.choice(bucket.partitions)])
         to = max(0, store.high - chance.randrange(100))
         say(GOING_BACK, store.id, to)
-        say(WENT_BACK, store.id, store.rollback(Seqno(to)))
+        branch = BranchId(chance.getrandbits(40) + 2)
+        at = bucket.rollbacks.run(store, Seqno(to), ownership=Ownership.ACTIVE, branch=branch)
+        say(WENT_BACK, store.id, at)
 
 
 def child(directory: Path, settings: StorageSettings, work: object, say: Say, seed: int) -> None:
-    bucket = Bucket.open(directory, settings, partitions=PARTITIONS)
+    bucket = BucketStore.open(directory, settings, partitions=PARTITIONS)
     asyncio.run(work(bucket, say, random.Random(seed)))  # type: ignore[operator]
 
 
@@ -132,7 +135,7 @@ def _say(fd: int, line: Line) -> None:
 # ── The parent ────────────────────────────────────────────────────────────────────────────────────
 
 
-class Known:
+class ResumePoints:
     """The least that each partition must have reached."""
 
     def __init__(self) -> None:
@@ -144,9 +147,9 @@ class Known:
             self.least[partition] = 0 if what == GOING_BACK else seqno
 
 
-def verify(directory: Path, known: Known) -> None:
+def verify(directory: Path, known: ResumePoints) -> None:
     assert list(check(directory)) == []
-    with Bucket.open(directory, ROUGH) as bucket:
+    with BucketStore.open(directory, ROUGH) as bucket:
         assert not bucket.opening.branched
         for store, least in zip(bucket.partitions, known.least, strict=True):
             assert store.high >= least, f"partition {store.id} lost acknowledged changes"
@@ -164,30 +167,30 @@ def verify(directory: Path, known: Known) -> None:
 def test_nothing_acknowledged_is_lost_by_a_kill(
     tmp_path: Path, work: object, rounds: int, longest: float
 ) -> None:
-    directory, known = tmp_path / "bucket", Known()
-    Bucket.open(directory, ROUGH, partitions=PARTITIONS).close()
+    directory, known = tmp_path / "bucket", ResumePoints()
+    BucketStore.open(directory, ROUGH, partitions=PARTITIONS).close()
     chance = random.Random(5)
-    heard = 0
+    confirmed = 0
     for turn in range(rounds):
         seconds = chance.uniform(0.002, longest)
         said = killed_after(seconds, directory, ROUGH, work, plain=bool(turn % 2))
-        heard += len(said)
+        confirmed += len(said)
         known.learn(said)
         verify(directory, known)
     if longest > 0.1:
-        assert heard > rounds, "the child hardly got to write"
+        assert confirmed > rounds, "the child hardly got to write"
 
 
 @pytest.mark.slow
 def test_memory_durability_branches_after_a_kill_and_keeps_a_prefix(tmp_path: Path) -> None:
     directory = tmp_path / "bucket"
     settings = StorageSettings(durability=Durability.MEMORY, segment_size=4096, disk_floor=4096)
-    Bucket.open(directory, settings, partitions=PARTITIONS).close()
+    BucketStore.open(directory, settings, partitions=PARTITIONS).close()
     branched = 0
     for turn in range(10):
         killed_after(random.uniform(0.05, 0.2), directory, settings, write_for_ever, plain=bool(turn % 2))
         assert list(check(directory)) == []
-        with Bucket.open(directory, settings) as bucket:
+        with BucketStore.open(directory, settings) as bucket:
             # A child that was killed before it opened the bucket has left it clean.
             assert bucket.opening.branched != bucket.opening.clean
             branched += bucket.opening.branched

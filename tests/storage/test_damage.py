@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage.conftest import Open, contents, fill, flip
 from upper.errors import Corrupt, DirectoryInUse, StorageError, WrongVersion
-from upper.storage import Bucket, StorageSettings
+from upper.storage import BucketStore, StorageSettings
 from upper.storage.check import check, repair
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("either_kernel")
 def test_a_second_opener_is_refused(opened: Open, directory: Path) -> None:
     opened()
     with pytest.raises(DirectoryInUse, match="another process has"):
-        Bucket.open(directory)
+        BucketStore.open(directory)
 
 
 def test_a_directory_of_another_version_is_refused_and_left_alone(opened: Open, directory: Path) -> None:
@@ -29,19 +29,19 @@ def test_a_directory_of_another_version_is_refused_and_left_alone(opened: Open, 
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
     before = {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()}
     with pytest.raises(WrongVersion, match="format 2"):
-        Bucket.open(directory)
+        BucketStore.open(directory)
     assert {file: file.read_bytes() for file in directory.rglob("*") if file.is_file()} == before
 
 
 def test_a_bucket_keeps_its_name_and_its_number_of_partitions(opened: Open, directory: Path) -> None:
     opened().close()
     with pytest.raises(StorageError, match="holds the bucket 'default', not 'shop'"):
-        Bucket.open(directory, name="shop")
+        BucketStore.open(directory, name="shop")
     with pytest.raises(StorageError, match="has 4 partitions, not 8"):
-        Bucket.open(directory, partitions=8)
+        BucketStore.open(directory, partitions=8)
     for number in (0, 6):
         with pytest.raises(StorageError, match="power of two"):
-            Bucket.open(directory / "other", partitions=number)
+            BucketStore.open(directory / "other", partitions=number)
 
 
 # ── Bytes that changed ────────────────────────────────────────────────────────────────────────────
@@ -51,7 +51,7 @@ ROLLING = StorageSettings(compact=False, segment_size=1024)
 
 def damaged(
     opened: Open, *, compacted: bool = False, clean: bool = True
-) -> tuple[Bucket, list[dict[bytes, bytes]]]:
+) -> tuple[BucketStore, list[dict[bytes, bytes]]]:
     """A bucket with several segments (and files), closed or abandoned; and what it held."""
     bucket = opened(ROLLING)
     fill(bucket, 30)
@@ -82,7 +82,7 @@ def test_a_flipped_byte_in_the_journal_is_refused_found_and_repaired(opened: Ope
     assert any(segments[2].name in str(finding) for finding in check(directory))
     assert any("is damaged" in sentence for sentence in repaired(directory))
     bucket = opened()
-    assert bucket.opening.branched, "acknowledged changes are gone, so consumers must hear of it"
+    assert bucket.opening.branched, "acknowledged changes are gone, so consumers must be able to notice"
     for held, kept, store in zip(before, contents(bucket), bucket.partitions, strict=True):
         assert kept.items() <= held.items()
         assert len(kept) < len(held)
@@ -192,7 +192,9 @@ def test_a_damaged_partition_file_is_refused_found_and_repaired(
     for held, kept, store in zip(before, contents(bucket), bucket.partitions, strict=True):
         assert kept.items() <= held.items()
         if len(kept) < len(held):
-            assert not branches & {version.branch for version in store.log}, "nobody may go on from here"
+            assert not branches & {version.branch for version in store.log}, (
+                "no consumer may resume from here"
+            )
     fill(bucket)
     before = contents(bucket)
     assert contents(opened()) == before
@@ -213,7 +215,7 @@ def test_a_damaged_mark_is_refused_found_and_repaired(
     assert list(check(directory)) != []
     repaired(directory)
     bucket = opened()
-    assert bucket.opening.branched, "nobody knows what was acknowledged"
+    assert bucket.opening.branched, "it is unknown what was acknowledged"
     assert contents(bucket) == before
 
 

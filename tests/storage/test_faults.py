@@ -15,7 +15,7 @@ from tests.disks import Faulty, Short, Watched
 from tests.storage.conftest import QUIET, Open, contents, fill
 from upper.errors import Corrupt, NotWritable
 from upper.model.values import Seqno
-from upper.storage import Bucket, Commit, Durability, StorageSettings
+from upper.storage import BucketStore, Commit, Durability, StorageSettings
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -53,7 +53,7 @@ def test_a_batch_that_the_disk_refused_never_happened(
     bucket.partitions[2].flush()
     with pytest.raises(NotWritable, match="cannot be written"):
         bucket.commit()
-    # Whoever waited was told, and memory serves what the disk has.
+    # Each waiting request failed, and memory serves what the disk has.
     assert [type(commit.error) for commit in commits] == [NotWritable]
     assert contents(bucket) == before
     assert [store.high for store in bucket.partitions] == seqnos
@@ -83,7 +83,7 @@ def test_a_batch_that_the_disk_refused_never_happened(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a mistake")], ids=["memory", "mistake"])
-def test_whatever_keeps_a_batch_from_being_written_is_told_to_whoever_waits(
+def test_any_failure_of_a_batch_reaches_every_waiting_request(
     opened: Open, directory: Path, error: Exception
 ) -> None:
     class Surprising(Faulty):
@@ -125,7 +125,7 @@ def test_an_fdatasync_that_failed_once_is_not_tried_again(opened: Open) -> None:
     assert disk.syncs == syncs
 
 
-def test_everybody_who_waits_hears_of_the_failure(opened: Open) -> None:
+def test_every_waiting_request_fails(opened: Open) -> None:
     disk = Faulty("fdatasync")
     bucket = opened(disk=disk)
     fill(bucket, 1)
@@ -261,8 +261,8 @@ def test_compaction_goes_on_after_the_disk_was_full(opened: Open, directory: Pat
     async def overwrite_before_and_after() -> None:
         bucket.attach(asyncio.get_running_loop())
         for full in (True, False):
-            runs = bucket.rewriter.runs
-            while bucket.rewriter.runs < runs + 3:
+            runs = bucket.compactor.runs
+            while bucket.compactor.runs < runs + 3:
                 for store in bucket.partitions:
                     store.write(b"k%d" % (store.high % 20), b"v" * 100)
                 await bucket.saved()
@@ -414,7 +414,7 @@ def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
     async def fail() -> None:
         bucket.attach(asyncio.get_running_loop())
         disk.armed = True
-        bucket.rewriter.choose(bucket.partitions, now=False)
+        bucket.compactor.choose(bucket.partitions, now=False)
         bucket.partitions[0].write(b"never", b"v")
         with pytest.raises(NotWritable):
             await bucket.saved()
@@ -426,7 +426,7 @@ def test_a_compaction_does_not_get_ahead_of_the_journal(opened: Open) -> None:
 
 
 class Mistaken(Faulty):
-    """A disk whose renames fail as nobody has thought of."""
+    """A disk whose renames fail with an unexpected error."""
 
     def rename(self, source: Path, target: Path) -> None:
         if self.armed:
@@ -452,15 +452,15 @@ def test_a_compaction_in_the_background_that_fails_is_tried_again_later(
     async def fail_then_work() -> None:
         bucket.attach(asyncio.get_running_loop())
         disk.armed = True
-        await overwrite(lambda: bucket.rewriter.failures > 0)
-        assert bucket.rewriter.runs == 0
+        await overwrite(lambda: bucket.compactor.failures > 0)
+        assert bucket.compactor.runs == 0
         disk.armed = False
-        bucket.rewriter.try_again()
-        await overwrite(lambda: bucket.rewriter.runs > 3)
+        bucket.compactor.try_again()
+        await overwrite(lambda: bucket.compactor.runs > 3)
         bucket.close()
 
     asyncio.run(fail_then_work())
-    assert bucket.rewriter.failures == 1
+    assert bucket.compactor.failures == 1
     assert [len(held) for held in contents(opened())] == [len(store.items) for store in bucket.partitions]
 
 
@@ -494,5 +494,5 @@ def test_no_bucket_is_made_on_a_full_disk(directory: Path) -> None:
     disk = Faulty("write", errno.ENOSPC)
     disk.armed = True
     with pytest.raises(NotWritable, match="No space left"):
-        Bucket.open(directory, QUIET, disk=disk, partitions=4)
-    Bucket.open(directory, QUIET, partitions=4).close()
+        BucketStore.open(directory, QUIET, disk=disk, partitions=4)
+    BucketStore.open(directory, QUIET, partitions=4).close()

@@ -6,8 +6,9 @@ import pytest
 
 from tests.storage.conftest import QUIET, Open
 from upper.errors import LocalProtocolError
+from upper.history.partition_state import Ownership, StateCue
 from upper.model.values import BranchId, FailoverLog, Position, Seqno, Snapshot, State, Version
-from upper.storage import Bucket, Durability, PartitionStore, StorageSettings, records
+from upper.storage import BucketStore, Durability, PartitionStore, StorageSettings, records
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 MEMORY = StorageSettings(compact=False, durability=Durability.MEMORY)
@@ -17,7 +18,7 @@ def change(seqno: int, key: bytes = b"k", value: bytes = b"v") -> bytes:
     return records.mutation(0, key, value, seqno=seqno, revision=1, cas=seqno)
 
 
-def replica(bucket: Bucket) -> PartitionStore:
+def replica(bucket: BucketStore) -> PartitionStore:
     store = bucket.partitions[0]
     store.set_state(State.REPLICA)
     return store
@@ -81,7 +82,7 @@ def test_memory_durability_acknowledges_before_the_disk_has_it(opened: Open) -> 
 class _Spy:
     """A journal that notes when it is written."""
 
-    def __init__(self, append: object, order: list[str], bucket: Bucket) -> None:
+    def __init__(self, append: object, order: list[str], bucket: BucketStore) -> None:
         self._append, self._order, self._journal = append, order, bucket.journal
 
     def append(self, *args: object, **options: object) -> object:
@@ -116,7 +117,7 @@ def test_a_replica_takes_only_higher_seqnos(opened: Open) -> None:
 
 
 def test_a_copy_can_stand_where_no_change_is_left(opened: Open) -> None:
-    """A flush, or a deletion that is purged: who is filled afterwards hears of the seqno alone."""
+    """A flush, or a deletion that is purged: a copy that is filled afterwards receives the seqno alone."""
     store = replica(opened())
     store.begin_snapshot(Seqno(9))
     store.apply([change(4)])
@@ -141,7 +142,7 @@ def test_a_copy_can_stand_where_no_change_is_left(opened: Open) -> None:
     assert store.write(b"next", b"").seqno == 10
 
 
-def test_a_journal_knows_where_a_copy_stands_though_no_change_says_so(opened: Open) -> None:
+def test_a_journal_has_the_seqno_of_a_copy_without_a_change(opened: Open) -> None:
     store = replica(opened())
     store.begin_snapshot()
     store.apply([change(2)])
@@ -192,6 +193,18 @@ def test_a_copy_filled_from_zero_counts_as_purged_up_to_its_first_snapshot_end(o
     store.end_snapshot()
     assert store.purged == 9
     assert opened().partitions[0].purged == 9
+
+
+def test_a_copy_filled_from_zero_has_the_purge_seqno_of_its_source_where_that_is_known(opened: Open) -> None:
+    store = replica(opened())
+    store.begin_snapshot(purged=Seqno(3))
+    store.apply([change(4, b"a")])
+    opened().compact()  # the file of the partition has the number, too
+    store = opened().partitions[0]
+    store.begin_snapshot(purged=Seqno(7))  # the same snapshot, resumed: what came before has no gap past 3
+    store.apply([change(9, b"b")])
+    store.end_snapshot()
+    assert (store.purged, opened().partitions[0].purged) == (3, 3)
 
 
 def test_a_takeover_adds_no_branch(opened: Open) -> None:
@@ -301,3 +314,66 @@ def test_a_batch_that_was_under_way_does_not_undo_a_rollback(opened: Open) -> No
     store.rollback(Seqno(2))
     bucket.commit()
     assert (store.high, store.durable) == (2, 2)
+
+
+@pytest.mark.parametrize("compacted", [False, True], ids=["journal", "file"])
+def test_a_copy_that_was_handed_over_begins_a_branch_when_it_is_active_again(
+    opened: Open, compacted: bool
+) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    store.write(b"k", b"v")
+    before = store.log
+    store.change_state(StateCue.HAND_OVER)
+    store.change_state(StateCue.RELEASE)
+    assert store.state is State.DEAD
+    bucket.commit()
+    if compacted:
+        bucket.compact()
+    store = opened().partitions[0]
+    assert store.ownership is Ownership.HANDED_OVER
+    store.set_state(State.ACTIVE)
+    assert store.log.versions[1:] == before.versions
+    assert store.log.versions[0].seqno == store.high
+
+
+def test_a_takeover_that_a_restart_interrupts_leaves_the_copy_active_as_a_branch(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    store.write(b"k", b"v")
+    store.change_state(StateCue.HAND_OVER)
+    bucket.commit()
+    bucket.abandon()
+    store = opened().partitions[0]
+    assert store.ownership is Ownership.ACTIVE
+    assert len(store.log) == 2
+    assert len(opened().partitions[0].log) == 2, "once"
+
+
+def test_a_replica_in_the_middle_of_a_snapshot_becomes_active_as_a_branch(opened: Open) -> None:
+    store = replica(opened())
+    store.apply([change(1)])
+    store.begin_snapshot(Seqno(5))
+    store.apply([change(2, b"other")])
+    store.set_state(State.ACTIVE)
+    assert store.log.versions[0].seqno == 1
+    assert len(store.log) == 2
+
+
+def test_pieces_of_a_snapshot_are_applied_by_one_method_and_count_when_the_last_is_there(
+    opened: Open,
+) -> None:
+    bucket = opened()
+    store = replica(bucket)
+    snapshot = Snapshot(Seqno(0), Seqno(5))
+    store.apply([change(1, b"a"), change(2, b"b")], snapshot=snapshot)
+    bucket.commit()
+    assert (store.high, store.complete, store.snapshot) == (2, 0, snapshot)
+    store = opened().partitions[0]
+    assert (store.high, store.complete, store.snapshot) == (2, 0, snapshot), "a restart knows where it stood"
+    store.apply([change(4, b"c")], snapshot=snapshot)
+    store.apply([], snapshot=snapshot, complete=True)
+    assert (store.high, store.complete) == (5, 5), "its newest change is gone, the seqno is not"
+    store.apply([change(6, b"a", b"w")], snapshot=Snapshot(Seqno(5), Seqno(6)), complete=True)
+    assert (store.high, store.complete) == (6, 6)
+    assert opened().partitions[0].position == store.position

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 
 from tests.storage.conftest import Wall
 from upper.model.values import BranchId, Seqno, State
-from upper.storage import Bucket, StorageSettings, records
+from upper.storage import BucketStore, StorageSettings, records
 from upper.storage.check import check
 
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d", b"key-with-a-longer-name"])
@@ -77,8 +77,10 @@ class BucketMachine(RuleBasedStateMachine):
         self.saved = [copy.clone() for copy in self.model]  # as of the last commit
         self.bucket = self.open()
 
-    def open(self) -> Bucket:
-        return Bucket.open(self.directory / "bucket", self.settings, partitions=PARTITIONS, time_ns=self.wall)
+    def open(self) -> BucketStore:
+        return BucketStore.open(
+            self.directory / "bucket", self.settings, partitions=PARTITIONS, time_ns=self.wall
+        )
 
     def teardown(self) -> None:
         self.bucket.close()

@@ -272,17 +272,17 @@ def test_a_flush_removes_every_item_takes_a_seqno_and_raises_the_purge_seqno(ope
     assert (store.high, store.purged, list(store.items)) == (8, 7, [b"k1"])
 
 
-def test_subscribers_hear_of_changes_and_flushes_but_not_of_facts(opened: Open) -> None:
+def test_subscribers_receive_changes_and_flushes_but_no_facts(opened: Open) -> None:
     bucket = opened()
-    heard: list[list[int]] = []
-    bucket.subscribe(lambda commit: heard.append([record[1] for record in commit.records]))
+    seen: list[list[int]] = []
+    bucket.subscribe(lambda commit: seen.append([record[1] for record in commit.records]))
     store = bucket.partitions[0]
     store.write(b"k", b"v")
     store.set_log(store.log)
     store.delete(b"k")
     store.flush()
     bucket.commit()
-    assert heard == [[MUTATION, DELETION, FLUSH]]
+    assert seen == [[MUTATION, DELETION, FLUSH]]
 
 
 def test_the_last_seqno_is_refused_with_a_sentence_and_what_is_there_stays(opened: Open) -> None:

@@ -1,4 +1,4 @@
-"""The power goes in the middle of anything: what was synced is there, of the rest nobody can say what.
+"""The power fails at any point: what was synced is there, and any part of the rest may be.
 
 `Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A cut leaves
 that, and of everything else whatever chance wants: all of it, a part, zeros, nothing. So a sync that is
@@ -17,14 +17,16 @@ import pytest
 
 from tests.disks import Watched
 from tests.storage.conftest import Wall
-from upper.model.values import Seqno
-from upper.storage import Bucket, StorageSettings
+from upper.history.partition_state import Ownership
+from upper.model.values import BranchId, Seqno
+from upper.storage import BucketStore, StorageSettings
 from upper.storage.check import check
 
 SEEDS = int(os.environ.get("UPPER_POWER_SEEDS", "60"))
 pytestmark = pytest.mark.usefixtures("either_kernel")
 SETTINGS = StorageSettings(compact=False, segment_size=1024, disk_floor=16 << 10, purge_age=20)
 Contents = list[dict[bytes, bytes] | None]  # None: whatever a partition held earlier
+Histories = dict[tuple[int, int, int], dict[bytes, bytes]]  # partition, branch, seqno: what that means
 
 
 class PowerCut(BaseException):
@@ -41,6 +43,9 @@ class Volatile(Watched):
         self._paths: dict[int, Path] = {}  # by descriptor
         self._made = len(there)
         self.directories: set[Path] = set()  # that were synced
+
+    def identity(self, path: Path, *, changed: bool) -> str:
+        return "the same disk"  # whose contents `left` writes to another directory
 
     def _count(self) -> None:
         if not self.calls:
@@ -115,14 +120,24 @@ class Volatile(Watched):
                 return synced
 
 
-def contents(bucket: Bucket) -> Contents:
+def contents(bucket: BucketStore) -> Contents:
     return [
         {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
         for store in bucket.partitions
     ]
 
 
-def live(bucket: Bucket, chance: random.Random, wall: Wall, told: list[Contents]) -> None:
+def agree(bucket: BucketStore, histories: Histories) -> None:
+    """A branch and a seqno always mean the same contents: a consumer that stands there may resume."""
+    for store, held in zip(bucket.partitions, contents(bucket), strict=True):
+        assert held is not None
+        meant = histories.setdefault((store.id, store.log.branch, store.high), held)
+        assert meant == held, f"partition {store.id} went another way under the same branch"
+
+
+def live(
+    bucket: BucketStore, chance: random.Random, wall: Wall, told: list[Contents], histories: Histories
+) -> None:
     """Whatever happens to a bucket. `told`: what was acknowledged last, and what may be by now."""
     while True:
         wall.now += chance.random()
@@ -138,7 +153,12 @@ def live(bucket: Bucket, chance: random.Random, wall: Wall, told: list[Contents]
                         for one, held in zip(bucket.partitions, told[0], strict=True)
                     ]
                 )
-                store.rollback(Seqno(store.high - chance.randrange(3)))
+                bucket.rollbacks.run(
+                    store,
+                    Seqno(store.high - chance.randrange(3)),
+                    ownership=Ownership.ACTIVE,
+                    branch=BranchId(chance.getrandbits(40) + 2),
+                )
                 told[:] = [contents(bucket)]
             case 2:
                 told[1:] = [contents(bucket)]
@@ -153,25 +173,28 @@ def live(bucket: Bucket, chance: random.Random, wall: Wall, told: list[Contents]
         told[1:] = [contents(bucket)]
         bucket.commit()
         told[:] = [contents(bucket)]
+        agree(bucket, histories)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, wall: Wall, seed: int) -> None:
     chance = random.Random(seed)
     told: list[Contents] = [[{}, {}]]
+    histories: Histories = {}
     for cut in range(3):
         root, back = tmp_path / str(cut), tmp_path / str(cut + 1)
         disk = Volatile(chance.choice((chance.randint(1, 40), chance.randint(40, 400))), root)
         with suppress(PowerCut), ExitStack() as afterwards:
-            bucket = Bucket.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
+            bucket = BucketStore.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
             afterwards.callback(bucket.abandon)
             assert not bucket.opening.branched
             found = contents(bucket)
             assert any(
                 all(wanted in (None, held) for held, wanted in zip(found, one, strict=True)) for one in told
-            ), "something acknowledged is missing, or something is there that nobody wrote"
+            ), "something acknowledged is missing, or something is there that was never written"
             told = [found]
-            live(bucket, chance, wall, told)
+            agree(bucket, histories)
+            live(bucket, chance, wall, told, histories)
         disk.left(root, back, chance)
         if (back / "bucket.json").exists():
             assert list(check(back)) == []
@@ -181,5 +204,5 @@ def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, w
 
 def test_a_directory_that_was_made_is_there_too(tmp_path: Path) -> None:
     disk = Volatile(1000, tmp_path)
-    Bucket.open(tmp_path / "new" / "data", SETTINGS, partitions=2, disk=disk).close()
+    BucketStore.open(tmp_path / "new" / "data", SETTINGS, partitions=2, disk=disk).close()
     assert {tmp_path, tmp_path / "new"} <= disk.directories

@@ -17,7 +17,7 @@ from tests.storage.conftest import Open, Wall
 from tests.storage.test_faults import Full, until
 from upper.errors import NotWritable
 from upper.model.values import Seqno
-from upper.storage import Bucket, PartitionStore, StorageSettings
+from upper.storage import BucketStore, PartitionStore, StorageSettings
 from upper.storage.check import check
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
@@ -29,7 +29,7 @@ Held = dict[bytes, bytes]
 class Histories:
     """What each partition held after each seqno; the list of a partition is as long as its history."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: BucketStore) -> None:
         self.held: list[list[Held]] = [[{}] for _ in bucket.partitions]
         self.rolled_back = self.to_zero = 0
 
@@ -45,7 +45,7 @@ class Histories:
         self.rolled_back += 1
         self.to_zero += reached == 0
 
-    def verify(self, bucket: Bucket) -> None:
+    def verify(self, bucket: BucketStore) -> None:
         for store, history in zip(bucket.partitions, self.held, strict=True):
             assert store.high == len(history) - 1
             found = {key: item.value for key in list(store.items) if (item := store.read(key)) is not None}
@@ -78,7 +78,7 @@ def step(store: PartitionStore, histories: Histories, chance: random.Random) -> 
             histories.went_back(store, reached)
 
 
-async def live(bucket: Bucket, histories: Histories, chance: random.Random, wall: Wall) -> None:
+async def live(bucket: BucketStore, histories: Histories, chance: random.Random, wall: Wall) -> None:
     bucket.attach(asyncio.get_running_loop())
     for _ in range(60):
         for _ in range(chance.randrange(1, 30)):
@@ -106,7 +106,7 @@ def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
     for turn in range(6):
         asyncio.run(live(bucket, histories, chance, wall))
         histories.verify(bucket)
-        runs += bucket.rewriter.runs
+        runs += bucket.compactor.runs
         (bucket.abandon if turn % 2 else bucket.close)()
         assert list(check(directory)) == []
         bucket = opened(settings)
@@ -120,7 +120,9 @@ def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
 # ── On a disk that is full now and then ───────────────────────────────────────────────────────────
 
 
-async def live_on_a_full_disk(bucket: Bucket, histories: Histories, chance: random.Random, disk: Full) -> int:
+async def live_on_a_full_disk(
+    bucket: BucketStore, histories: Histories, chance: random.Random, disk: Full
+) -> int:
     """The same; returns how often it was full. What was saved stays, what was not is gone as a whole."""
     bucket.attach(asyncio.get_running_loop())
     saved = [store.high for store in bucket.partitions]

@@ -27,10 +27,10 @@ def upper(request: pytest.FixtureRequest, upper: Run, monkeypatch: pytest.Monkey
 @pytest.fixture
 def filled(opened: Open, directory: Path) -> Path:
     bucket = opened()
-    bucket.partitions[1].write(b"apple", b"red", flags=5)
-    bucket.partitions[1].write(b"pear", b"green")
-    bucket.partitions[1].delete(b"pear")
-    bucket.partitions[2].write(b"\xff\x00", b"\xfe")
+    bucket.partitions[2].write(b"apple", b"red", flags=5)
+    bucket.partitions[2].write(b"pear", b"green")
+    bucket.partitions[2].delete(b"pear")
+    bucket.partitions[1].write(b"\xff\x00", b"\xfe")
     bucket.close()
     return directory
 
@@ -38,6 +38,27 @@ def filled(opened: Open, directory: Path) -> Path:
 def test_a_sound_directory_is_sound(filled: Path, upper: Run) -> None:
     done = upper("check", str(filled))
     assert (done.returncode, done.stdout.strip(), done.stderr) == (ExitCode.OK, "sound", "")
+
+
+def test_a_sound_directory_is_one_object_with_json(filled: Path, upper: Run) -> None:
+    for options in ((), ("--repair",)):
+        done = upper("check", str(filled), "--json", *options)
+        assert [json.loads(line) for line in done.stdout.splitlines()] == [{"sound": True}]
+
+
+def test_a_key_outside_its_partition_is_a_finding(opened: Open, directory: Path, upper: Run) -> None:
+    bucket = opened()
+    bucket.partitions[2].write(b"apple", b"red")  # where its hash says
+    bucket.partitions[0].write(b"apple", b"green")  # where a client put it that names no partition
+    bucket.partitions[0].write(b"pear", b"green")
+    bucket.partitions[0].delete(b"pear")  # gone, so there is nothing to find twice
+    bucket.close()
+    done = upper("check", str(directory), "--json")
+    assert done.returncode == ExitCode.CORRUPT
+    (found,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert found["where"] == "partition 0"
+    assert "1 keys are outside their partition" in found["what"]
+    assert "partition 2" in found["what"]
 
 
 def test_a_damaged_one_is_found_and_repaired(filled: Path, upper: Run) -> None:
@@ -49,7 +70,7 @@ def test_a_damaged_one_is_found_and_repaired(filled: Path, upper: Run) -> None:
     assert upper("check", str(filled)).returncode == ExitCode.OK
 
 
-def test_a_directory_without_a_bucket_is_said_to_be_one(tmp_path: Path, upper: Run) -> None:
+def test_a_directory_without_a_bucket_gets_an_error(tmp_path: Path, upper: Run) -> None:
     done = upper("check", str(tmp_path))
     assert done.returncode == ExitCode.CORRUPT
     assert "there is no bucket in" in done.stderr
@@ -66,13 +87,15 @@ def test_a_directory_in_use_is_refused(opened: Open, directory: Path, upper: Run
 def test_dump_prints_items_and_on_demand_deletions(filled: Path, upper: Run) -> None:
     lines = [json.loads(line) for line in upper("dump", str(filled), "--json").stdout.splitlines()]
     assert [(line["partition"], line["key"], line["value"]) for line in lines] == [
-        (1, "apple", "red"),
-        (2, "ff00", "fe"),
+        (1, {"hex": "ff00"}, {"hex": "fe"}),
+        (2, "apple", "red"),
     ]
-    assert lines[0]["flags"] == 5
-    everything = upper("dump", str(filled), "--partition", "1", "--deleted", "--keys", "--json").stdout
+    assert lines[1]["flags"] == 5
+    everything = upper("dump", str(filled), "--partitions", "2", "--deleted", "--keys-only", "--json").stdout
     assert [json.loads(line)["deleted"] for line in everything.splitlines()] == [False, True]
-    refused = upper("dump", str(filled), "--partition", "9")
+    apples = upper("dump", str(filled), "--key-prefix", "app", "--json").stdout
+    assert [json.loads(line)["key"] for line in apples.splitlines()] == ["apple"]
+    refused = upper("dump", str(filled), "--partitions", "2,9")
     assert refused.returncode
     assert "there is no partition 9; they are 0 to 3" in refused.stderr
 
@@ -88,7 +111,7 @@ def test_dump_shows_what_is_left_of_a_damaged_directory(filled: Path, upper: Run
 # ── Progress ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_whoever_looks_hears_of_every_byte(opened: Open, directory: Path) -> None:
+def test_check_reports_damage_of_any_byte(opened: Open, directory: Path) -> None:
     bucket = opened()
     for n in range(200):
         bucket.partitions[n % 4].write(b"k%d" % n, b"v" * 500)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.storage.conftest import Open
 from upper.errors import NotWritable
-from upper.storage import Bucket, Commit, Durability, StorageSettings
+from upper.storage import BucketStore, Commit, Durability, StorageSettings
 from upper.storage.bucket import WORTH_A_BATCH
 from upper.storage.check import check
 
@@ -31,7 +31,7 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def write(bucket: Bucket, *numbers: int) -> None:
+def write(bucket: BucketStore, *numbers: int) -> None:
     for number in numbers:
         bucket.partitions[number % len(bucket.partitions)].write(b"k%d" % number, b"v" * 50)
 
@@ -58,7 +58,7 @@ def test_half_of_a_large_batch_leaves_at_once_and_less_at_the_end_of_the_turn(op
         write(bucket, *range(WORTH_A_BATCH - 1))
         bucket.hasten()
         assert bucket.ticket == before + 2, "so few are not worth a batch of their own"
-        await bucket.saved()  # they left when the turn was over, though nobody asked again
+        await bucket.saved()  # they left when the turn was over, without another request
         bucket.close()
 
     asyncio.run(fill())
@@ -66,12 +66,12 @@ def test_half_of_a_large_batch_leaves_at_once_and_less_at_the_end_of_the_turn(op
 
 
 @pytest.mark.parametrize("count", [WORTH_A_BATCH - 1, WORTH_A_BATCH])
-def test_a_batch_worth_it_is_on_its_way_before_anybody_hears_of_the_last(opened: Open, count: int) -> None:
+def test_a_large_batch_starts_before_subscribers_receive_the_last_one(opened: Open, count: int) -> None:
     bucket = opened(QUIET)
-    heard: list[tuple[int, int, int]] = []
+    seen: list[tuple[int, int, int]] = []
 
     def listen(commit: Commit) -> None:
-        heard.append((commit.ticket, bucket.done, bucket.ticket))
+        seen.append((commit.ticket, bucket.done, bucket.ticket))
 
     async def fill() -> None:
         bucket.attach(asyncio.get_running_loop())
@@ -84,7 +84,7 @@ def test_a_batch_worth_it_is_on_its_way_before_anybody_hears_of_the_last(opened:
         write(bucket, *range(count))
         await bucket.saved()
         early = first + 2 if count >= WORTH_A_BATCH else first + 1
-        assert heard == [(first, first, early), (first + 1, first + 1, first + 2)]
+        assert seen == [(first, first, early), (first + 1, first + 1, first + 2)]
         bucket.close()
 
     asyncio.run(fill())
@@ -120,11 +120,11 @@ def test_everything_is_there_however_batches_were_cut(opened: Open, durability: 
 
 def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_was_lost(opened: Open) -> None:
     bucket = opened(QUIET)
-    heard: list[Commit] = []
+    seen: list[Commit] = []
 
     async def fill() -> None:
         bucket.attach(asyncio.get_running_loop())
-        bucket.subscribe(heard.append)
+        bucket.subscribe(seen.append)
         write(bucket, 1)
         await bucket.saved()
         kept = {key: bucket.partitions[1].read(key) for key in bucket.partitions[1].items}
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_wa
             with pytest.raises(NotWritable, match="File too large"):
                 await last
         assert {key: bucket.partitions[1].read(key) for key in bucket.partitions[1].items} == kept
-        assert heard[-1].error is bucket.failed
+        assert seen[-1].error is bucket.failed
         with pytest.raises(NotWritable):
             write(bucket, 2)
         bucket.close()
@@ -158,7 +158,7 @@ def test_who_waits_for_a_batch_that_is_under_way_gets_it(opened: Open) -> None:
             bucket.commit()
             assert bucket.done == bucket.ticket - 1
             if number % 3 == 0:
-                await asyncio.sleep(0)  # what rings late is heard, and nothing comes of it
+                await asyncio.sleep(0)  # a late wake-up has no effect
         bucket.close()
 
     asyncio.run(fill())

@@ -18,10 +18,10 @@ from upper.errors import (
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.kv import KV
-from upper.wire.packet import Layout, header, pack, pad, u16, u64
+from upper.wire.packet import Layout, header, pack, pad, response, u16, u64
 from upper.wire.table import Dialect
 from upper.wire.tap import TAP
-from upper.wire.upr import UPR, unpack_log
+from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
 
 U64 = bytes(8)
@@ -46,7 +46,7 @@ def test_every_truncation_of_every_vector_is_truncated(vector: Vector) -> None:
 
 
 @pytest.mark.parametrize("vector", vectors(), ids=str)
-def test_bytes_behind_a_packet_are_told_where_they_begin(vector: Vector) -> None:
+def test_bytes_behind_a_packet_are_reported_with_their_offset(vector: Vector) -> None:
     error = caught(vector.dialect, vector.on_the_wire + b"\0")
     assert isinstance(error, BadLength)
     assert error.at == len(vector.on_the_wire)
@@ -128,7 +128,7 @@ def test_lengths_that_do_not_fit_the_kind_are_bad_length(
         (UPR0, pack(0x81, 0x02, data_type=5), 5),
     ],
 )
-def test_an_opcode_or_a_sub_type_that_nobody_has_is_unknown(dialect: Dialect, packet: bytes, at: int) -> None:
+def test_an_undefined_opcode_or_sub_type_is_unknown(dialect: Dialect, packet: bytes, at: int) -> None:
     error = caught(dialect, packet)
     assert isinstance(error, UnknownOpcode)
     assert error.at == at
@@ -187,10 +187,10 @@ def test_header_fields_that_a_packet_has_no_use_for_are_not_looked_at() -> None:
 
 
 def test_a_log_of_half_a_version_is_refused() -> None:
-    with pytest.raises(BadLength, match="16 for each"):
-        unpack_log(bytes(24))
+    with pytest.raises(BadLength, match="24 bytes"):
+        UPR.decode(response(0x51, 1, value=bytes(24)))
     with pytest.raises(ReservedBits):
-        unpack_log(bytes(16))
+        UPR.decode(response(0x51, 1, value=bytes(16)))
 
 
 def test_a_layout_says_which_field_does_not_fit() -> None:

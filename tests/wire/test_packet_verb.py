@@ -69,16 +69,16 @@ def test_text_is_text_and_other_bytes_are_hex(capsys: pytest.CaptureFixture[str]
         == 0
     )
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["key"], shown["value"]) == ("k", "fffe")
+    assert (shown["key"], shown["value"]) == ("k", {"hex": "fffe"})
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["80"], "byte 1: a packet needs 24 bytes"),
-        (["8"], "byte 0: half a byte is missing"),
+        (["8"], "byte 0: the number of hex digits is odd"),
         (["80 5x"], "byte 1: 'x' is not a hex digit"),
-        ([""], "byte 0: there is no packet here"),
+        ([""], "byte 0: no packet is given"),
         (["42" + "00" * 23], "byte 0: magic 0x42"),
         (["807f" + "00" * 22], "byte 1: opcode 0x7f means nothing"),
         (["8050000004" + "00" * 3 + "00000004" + "00" * 16], "byte 4: 4 bytes of extras in a stream_request"),

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.wire.samples import PRINTED, Vector
+from tools.wire_reference import page
 from upper import errors
-from upper.wire.reference import page
 from upper.wire.session import DIALECTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_reference_page_is_what_the_tables_say() -> None:
-    told = "docs/reference/wire.md is out of date: python -m upper.wire.reference > docs/reference/wire.md"
+    told = "docs/reference/wire.md is out of date: python -m tools.wire_reference > docs/reference/wire.md"
     assert (DOCS / "reference" / "wire.md").read_text() == page(), told
 
 
@@ -26,7 +26,7 @@ def test_every_packet_printed_with_wrong_lengths_is_listed_with_its_reason(vecto
 
 
 def test_every_error_of_a_bad_packet_is_in_the_table_with_its_status() -> None:
-    table = (DOCS / "protocol.md").read_text().partition("## What a bad packet gets")[2]
+    table = (DOCS / "protocol.md").read_text().partition("## Bad packets")[2]
     for error in errors.RemoteProtocolError.__subclasses__():
         lines = [line for line in table.splitlines() if f"| {error.__name__} |" in line]
         assert lines, f"{error.__name__} is not in docs/protocol.md"

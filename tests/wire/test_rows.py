@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from tests.wire.samples import packets, rows
 from upper.errors import LocalProtocolError
 from upper.model.messages import (
-    Deletion,
+    DeletionMessage,
     EndReason,
+    FailoverLogAnswer,
     Message,
-    Mutation,
+    MutationMessage,
     Open,
+    Request,
     Response,
-    SnapshotEnd,
+    SeqnosRequest,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamEnd,
     StreamRequest,
@@ -25,13 +28,13 @@ from upper.model.messages import (
     TapConnect,
 )
 from upper.model.values import Cas, Partition, Seqno, Version
-from upper.wire.codes import Side
+from upper.wire.codes import Opcode, Side
 from upper.wire.dcp import DCP
-from upper.wire.kv import KV
-from upper.wire.packet import Layout, header
+from upper.wire.kv import KV, shape
+from upper.wire.packet import HEADER_SIZE, Layout, header
 from upper.wire.table import Dialect, Row
 from upper.wire.tap import TAP
-from upper.wire.upr import UPR, pack_log, unpack_log
+from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
 
 
@@ -92,8 +95,10 @@ def test_every_combination_of_tap_options_survives(message: TapConnect) -> None:
 )
 def test_a_failover_log_has_sixteen_bytes_a_version(pairs: list[tuple[int, int]]) -> None:
     versions = tuple(Version(*pair) for pair in pairs)  # type: ignore[arg-type]
-    assert len(pack_log(versions)) == 16 * len(versions)
-    assert unpack_log(pack_log(versions)) == versions
+    answer = FailoverLogAnswer(opaque=1, versions=versions)
+    packet = UPR.encode(answer)
+    assert len(packet) == HEADER_SIZE + 16 * len(versions)
+    assert UPR.decode(packet) == answer
 
 
 def test_no_two_packets_of_a_dialect_can_be_mistaken_for_each_other() -> None:
@@ -123,8 +128,8 @@ def test_no_two_packets_of_a_dialect_can_be_mistaken_for_each_other() -> None:
     [
         (UPR, SnapshotMarker(partition=Partition(1), opaque=2, start=Seqno(3), end=Seqno(4))),
         (UPR0, SnapshotMarker(partition=Partition(1), opaque=2, start=Seqno(3), end=Seqno(4))),
-        (TAP, Mutation(partition=Partition(1), key=b"k", seqno=Seqno(9), revision=4, cas=Cas(5))),
-        (TAP, Deletion(partition=Partition(1), key=b"k", seqno=Seqno(9))),
+        (TAP, MutationMessage(partition=Partition(1), key=b"k", seqno=Seqno(9), revision=4, cas=Cas(5))),
+        (TAP, DeletionMessage(partition=Partition(1), key=b"k", seqno=Seqno(9))),
     ],
     ids=lambda it: it.name if isinstance(it, Dialect) else type(it).__name__,
 )
@@ -137,9 +142,9 @@ def test_what_a_dialect_cannot_say_arrives_as_none(dialect: Dialect, message: Me
 
 
 def test_a_deletion_with_a_time_is_sent_in_the_form_that_has_room_for_it() -> None:
-    late = Deletion(partition=Partition(1), key=b"k", seqno=Seqno(1), deleted_at=7)
+    late = DeletionMessage(partition=Partition(1), key=b"k", seqno=Seqno(1), deleted_at=7)
     assert header(DCP.encode(late)).extras_length == 21
-    early = Deletion(partition=Partition(1), key=b"k", seqno=Seqno(1), extended=b"meta")
+    early = DeletionMessage(partition=Partition(1), key=b"k", seqno=Seqno(1), extended=b"meta")
     assert header(DCP.encode(early)).extras_length == 18
 
 
@@ -159,9 +164,9 @@ def test_a_dcp_request_without_a_range_stands_at_the_end_of_a_snapshot() -> None
     [
         (KV, StreamRequest(partition=Partition(1)), "kv has no packet for StreamRequest"),
         (DCP, StreamStart(partition=Partition(1)), "dcp has no packet for StreamStart"),
-        (DCP, SnapshotEnd(partition=Partition(1)), "dcp has no packet for SnapshotEnd"),
+        (DCP, SnapshotEndMessage(partition=Partition(1)), "dcp has no packet for SnapshotEndMessage"),
         (UPR, Open(name=b"x"), "upr has no packet for Open"),
-        (UPR, Mutation(partition=Partition(1), key=b"k"), "seqno None does not fit into 8 bytes"),
+        (UPR, MutationMessage(partition=Partition(1), key=b"k"), "seqno None does not fit into 8 bytes"),
         (
             UPR,
             StreamRequest(partition=Partition(1), start=Seqno(1 << 64)),
@@ -177,7 +182,7 @@ def test_what_cannot_be_sent_is_our_own_error(dialect: Dialect, message: Message
         dialect.encode(message)
 
 
-def test_a_key_value_answer_on_a_upr0_connection_is_told_apart_where_it_can_be() -> None:
+def test_a_key_value_answer_on_a_upr0_connection_is_recognised_where_possible() -> None:
     added = Response(opcode=0x02, opaque=7, cas=Cas(9))
     assert UPR0.decode(UPR0.encode(added), by=Side.SERVER) == added
     deleted = Response(opcode=0x04, opaque=7)
@@ -190,6 +195,34 @@ def test_a_key_value_answer_on_a_upr0_connection_is_told_apart_where_it_can_be()
 def test_a_child_differs_only_where_it_says_so() -> None:
     child = UPR.but("child", {StreamStart: ()})
     assert {row.name for row in UPR.all_rows()} - {row.name for row in child.all_rows()} == {"stream_start"}
-    assert UPR.layout(Mutation).size == 28
-    assert DCP.layout(Mutation).size == 31
+    assert UPR.layout(MutationMessage).size == 28
+    assert DCP.layout(MutationMessage).size == 31
     assert DCP.layout(StreamRequest).size == 48
+
+
+def test_the_server_takes_the_parts_of_every_command_from_the_table() -> None:
+    """`upper packet`, the client and the server use the same rows; none states a size of its own."""
+    import upper.server.commands  # noqa: F401  registers the handlers
+    from upper.server.table import TABLE
+
+    declared = {row.opcode for kind in (Request, SeqnosRequest) for row in KV.rows[kind]}
+    assert set(TABLE) == declared
+    assert all(row.shape == shape(opcode) for opcode, row in TABLE.items())
+
+
+@pytest.mark.parametrize(
+    ("opcode", "expected"),
+    [
+        (Opcode.GET, ((0,), True, False)),
+        (Opcode.SET, ((8,), True, None)),
+        (Opcode.INCREMENT, ((20,), True, False)),
+        (Opcode.STAT, ((0,), None, None)),
+        (Opcode.SET_WITH_META, ((24, 26, 28, 30), True, None)),
+        (Opcode.GET_ALL_VB_SEQNOS, ((0, 4, 8), False, False)),
+        (Opcode.OBSERVE, ((0,), False, True)),
+    ],
+)
+def test_the_shape_of_a_command_is_what_its_rows_declare(
+    opcode: Opcode, expected: tuple[object, ...]
+) -> None:
+    assert shape(opcode) == expected

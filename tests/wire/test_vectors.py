@@ -9,9 +9,10 @@ from upper.errors import RemoteProtocolError, ReservedBits
 from upper.model.messages import (
     EndReason,
     FailoverLogAnswer,
-    Mutation,
+    MutationMessage,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
+    SeqnoAck,
     SetState,
     SnapshotMarker,
     StopStream,
@@ -20,7 +21,7 @@ from upper.model.messages import (
     StreamRequest,
     TapConnect,
 )
-from upper.model.values import Partition, Seqno, State, Version
+from upper.model.values import BranchId, Partition, Seqno, State, Version
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.packet import header
@@ -78,7 +79,7 @@ def test_a_packet_with_the_lengths_that_were_printed_is_refused(vector: Vector) 
         vector.dialect.decode(vector.as_printed)
 
 
-def test_upr_requests_tell_where_the_consumer_stands() -> None:
+def test_upr_requests_state_the_position_of_the_consumer() -> None:
     message = UPR.decode(named("upr", "stream_request_cannot_continue"))
     assert message == StreamRequest(
         partition=Partition(0),
@@ -90,11 +91,24 @@ def test_upr_requests_tell_where_the_consumer_stands() -> None:
     assert message.branch == 0xFEEDDECA
 
 
+def test_a_rollback_answer_to_a_replica_carries_the_failover_log_behind_the_seqno() -> None:
+    versions = (Version(BranchId(0xFEEDDECA), Seqno(0x5432)),)
+    answer = RollbackAnswer(opaque=1, seqno=Seqno(426), versions=versions)
+    assert UPR.encode(answer) == named("upr", "stream_request_rollback_with_log")
+    assert UPR.decode(named("upr", "stream_request_rollback_with_log")) == answer
+
+
+def test_a_replica_acknowledges_pairs_of_partition_and_seqno() -> None:
+    ack = SeqnoAck(seqnos=((Partition(5), Seqno(42)), (Partition(1023), Seqno(2**48 - 1))), opaque=7)
+    assert UPR.encode(ack) == named("upr", "seqno_ack")
+    assert UPR.decode(named("upr", "seqno_ack"), by=Side.CLIENT) == ack
+
+
 def test_upr_rollback_is_read_from_extras_and_from_value() -> None:
-    assert UPR.decode(named("upr", "stream_request_rollback")) == RollbackRequired(
+    assert UPR.decode(named("upr", "stream_request_rollback")) == RollbackAnswer(
         opaque=0xDEADBEEF, seqno=Seqno(0)
     )
-    assert UPR.decode(named("upr", "stream_request_rollback_as_value")) == RollbackRequired(
+    assert UPR.decode(named("upr", "stream_request_rollback_as_value")) == RollbackAnswer(
         opaque=1, seqno=Seqno(426)
     )
 
@@ -159,7 +173,7 @@ def test_every_dialect_has_its_own_numbers_for_the_end_of_a_stream(
         assert dialect.decode(packet) == StreamEnd(partition=Partition(1), reason=EndReason[name])
 
 
-def test_who_speaks_tells_a_stop_from_an_end() -> None:
+def test_the_sender_distinguishes_a_stop_from_an_end() -> None:
     packet = named("upr", "stream_end_closed")
     assert isinstance(UPR.decode(packet, by=Side.SERVER), StreamEnd)
     assert UPR.decode(packet, by=Side.CLIENT) == StopStream(partition=Partition(5), opaque=1)
@@ -212,7 +226,7 @@ def test_a_dcp_marker_of_an_unknown_version_is_refused_at_its_byte() -> None:
 
 def test_extended_metadata_is_not_part_of_the_value() -> None:
     message = DCP.decode(named("dcp", "mutation_with_metadata"))
-    assert isinstance(message, Mutation)
+    assert isinstance(message, MutationMessage)
     assert (message.value, message.extended) == (b"world", b"abc")
 
 
@@ -225,7 +239,7 @@ def test_a_reason_that_dcp_does_not_know_is_not_taken_for_one_of_ours() -> None:
     assert DCP.encode(message) == packet
 
 
-def test_a_flag_that_nobody_knows_travels_on() -> None:
+def test_an_unknown_flag_is_kept() -> None:
     packet = bytearray(named("upr", "stream_request_retry"))
     packet[24:28] = b"\x00\x00\x01\x05"
     message = UPR.decode(bytes(packet))

@@ -1,4 +1,4 @@
-"""Verbs: one file each, which reads arguments, calls the room that does the work, and shows the answer.
+"""The verbs of the `upper` command: one module each. It parses arguments, calls, and shows the result.
 
-`main` holds the table of verbs and the frame around them; `output` is how every verb speaks.
+`main` holds the table of verbs, `output` prints results, `common` has the arguments that verbs share.
 """

@@ -1,6 +1,6 @@
-"""The progress bar of a verb that takes a while: drawn over itself on standard error, gone when it is done.
+"""The progress bar of a verb: redrawn in place on standard error, and erased at the end.
 
-Where the end is not known it shows that something happens, for how long, and how much is done.
+If the total is not known, it shows the elapsed time and what is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.text import Text
 
 
 class Bar:
-    """What there is to draw. Steps are only counted here; whoever draws looks ten times a second."""
+    """The state of a bar. Callers only count; the display reads it ten times a second."""
 
     def __init__(self, total: int | None) -> None:
         self.done, self.total = 0, total
@@ -46,7 +46,7 @@ class _Bars(Progress):
 
 
 class _Done(TextColumn):
-    """How much is done, of how much."""
+    """The steps done, and the total."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -57,7 +57,7 @@ class _Done(TextColumn):
 
 
 class _Time(TimeRemainingColumn):
-    """How long it will still take, or how long it has taken where that cannot be known."""
+    """The remaining time, or the elapsed time if the total is not known."""
 
     def render(self, task: Task) -> Text:
         return TimeElapsedColumn().render(task) if task.total is None else super().render(task)
@@ -65,7 +65,7 @@ class _Time(TimeRemainingColumn):
 
 @contextmanager
 def bar(what: str, total: int | None, file: TextIO) -> Iterator[Bar]:
-    """A bar on this terminal while the block runs."""
+    """Draw a bar on this terminal while the block runs."""
     bars = _Bars(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -73,7 +73,7 @@ def bar(what: str, total: int | None, file: TextIO) -> Iterator[Bar]:
         _Time(),
         console=Console(file=file),
         transient=True,
-        # Verbs hold on to their own streams; others in their place would only confuse who else prints.
+        # Verbs write to their own streams; rich must not replace sys.stdout and sys.stderr.
         redirect_stdout=False,
         redirect_stderr=False,
     )

@@ -1,6 +1,6 @@
-"""Print a completion script for a shell, made from the verbs and options that this version has.
+"""Print a completion script for a shell, generated from the verbs and options of this version.
 
-The script is complete in itself: completing runs no program, so it is as fast as the shell.
+The script runs no program when it completes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ upper completion fish > ~/.config/fish/completions/upper.fish
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=sorted(RENDER), help="the shell that is going to read the script")
+    parser.add_argument("shell", choices=sorted(RENDER), help="the shell")
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
@@ -30,7 +30,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
 @dataclass(frozen=True)
 class Word:
-    """Something that may stand after `path`, and what it is for."""
+    """A word that may follow `path`, and its description."""
 
     path: tuple[str, ...]
     text: str
@@ -73,7 +73,7 @@ def _grouped(known: list[Word]) -> dict[tuple[str, ...], list[Word]]:
 def _cases(known: list[Word], render: Callable[[list[Word]], str]) -> str:
     """The arms of a shell's `case`: by the verb and the word before, what may stand here.
 
-    Where any value may, nothing is offered, and the shell falls back on file names.
+    Where any value is allowed, nothing is offered, and the shell completes file names.
     """
     arms = []
     for path, group in _grouped(known).items():

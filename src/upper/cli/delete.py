@@ -1,11 +1,11 @@
-"""Remove keys."""
+"""Delete keys. The exit code is 1 if one of them does not exist."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from upper.cli.common import add_url, as_typed, reach
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, as_typed, reach
 
 EXAMPLES = """
 upper delete upr://127.0.0.1:11210/default user:1
@@ -14,7 +14,7 @@ upper delete upr://127.0.0.1:11210/default user:1
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
-    parser.add_argument("keys", metavar="KEY", nargs="+", help="what to remove")
+    parser.add_argument("keys", metavar="KEY", nargs="+", help="the keys to delete")
 
 
 def run(args: Namespace, out: Output) -> ExitCode:

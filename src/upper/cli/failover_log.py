@@ -1,11 +1,11 @@
-"""The failover log of partitions: the branches of their history, newest first, and where each began."""
+"""Print failover logs: the branches of a history, newest first, with the seqno at which each began."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from upper.cli.common import add_url, partitions, reach
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, partitions, reach
 
 EXAMPLES = """
 upper failover-log upr://127.0.0.1:11210/default

@@ -1,50 +1,83 @@
-"""Write a lot of items, quickly, and show how long it took: something to follow, query and measure.
+"""Write many items quickly, and print throughput and latency.
 
-Every item is written once; --updates and --deletes then change items that a pattern chooses. The same seed
-writes the same items. Values are text without meaning.
+Every item is written once; --updates and --deletes then change items that a pattern selects. The same seed
+writes the same items. Values are random hexadecimal text. The rate is that of this client, one Python process
+on the same machine: `make bench` measures the node with a faster one, and its numbers are higher.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from typing import TYPE_CHECKING
 
+from upper.cli.common import add_url, number, reach
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, number, reach
+
+if TYPE_CHECKING:
+    from upper.cli.load_generator import LoadResult
 
 EXAMPLES = """
 upper load upr://127.0.0.1:11210/default --items 100000
-upper load upr://127.0.0.1:11210/default --items 10000 --updates 50000 --pattern zipf --deletes 0.1 --seed 7
+upper load upr://127.0.0.1:11210/default --items 10000 --updates 50000 --pattern zipf
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
-    parser.add_argument("--items", type=_count, default=100_000, metavar="N", help="how many (%(default)s)")
     parser.add_argument(
-        "--value-size", type=_count, default=100, metavar="BYTES", help="of each value (%(default)s)"
+        "--items", type=_count, default=100_000, metavar="N", help="how many items (%(default)s)"
     )
     parser.add_argument(
-        "--updates", type=_count, default=0, metavar="N", help="writes of items that are there"
+        "--value-size", type=_count, default=100, metavar="BYTES", help="size of each value (%(default)s)"
     )
     parser.add_argument(
-        "--deletes", type=_share, default=0.0, metavar="P", help="share of the items, 0.1 or 10%%"
+        "--updates",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="how many writes of existing items (%(default)s)",
     )
     parser.add_argument(
-        "--pattern", choices=("uniform", "zipf"), default="uniform", help="which items change (%(default)s)"
+        "--deletes",
+        type=_share,
+        default=0.0,
+        metavar="P",
+        help="share of the items to delete, such as 0.1 or 10%% (0)",
     )
-    parser.add_argument("--connections", type=_some, default=4, metavar="C", help="a node (%(default)s)")
     parser.add_argument(
-        "--depth", type=_some, default=100, metavar="N", help="requests under way on each (%(default)s)"
+        "--pattern",
+        choices=("uniform", "zipf"),
+        default="uniform",
+        help="which items are updated and deleted (%(default)s)",
     )
-    parser.add_argument("--key-prefix", default="key:", metavar="TEXT", help="how keys begin (%(default)s)")
     parser.add_argument(
-        "--expiry", type=number(0, 2**32 - 1), default=0, metavar="SECONDS", help="of every item"
+        "--connections", type=_some, default=4, metavar="C", help="connections to each node (%(default)s)"
     )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="the same items again (%(default)s)")
+    parser.add_argument(
+        "--depth",
+        type=_some,
+        default=100,
+        metavar="N",
+        help="requests in flight on each connection (%(default)s)",
+    )
+    parser.add_argument(
+        "--key-prefix", default="key:", metavar="TEXT", help="prefix of the keys (%(default)s)"
+    )
+    parser.add_argument(
+        "--expiry",
+        type=number(0, 2**32 - 1),
+        default=0,
+        metavar="SECONDS",
+        help="expiry of every item (never)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="seed of the random numbers (%(default)s)"
+    )
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.client.load import LoadSettings, load
+    from upper.cli.load_generator import LoadResult, LoadSettings, load
+    from upper.errors import Unreachable
 
     settings = LoadSettings(
         items=args.items,
@@ -59,8 +92,24 @@ def run(args: Namespace, out: Output) -> ExitCode:
         expiry=args.expiry,
     )
     total = args.items + args.updates + round(args.items * args.deletes)
-    with reach(args, "upper load") as bucket, out.progress("loading", total) as progress:
-        result = load(bucket, settings, progress.advance)
+    result, code = LoadResult(), ExitCode.OK
+    try:
+        with reach(args, "upper load") as bucket, out.progress("loading", total) as progress:
+            load(bucket, settings, progress.advance, result)
+    except (KeyboardInterrupt, Unreachable) as error:
+        if not (done := result.sets + result.deletes):
+            raise
+        stopped = isinstance(error, KeyboardInterrupt)
+        code = ExitCode.INTERRUPTED if stopped else ExitCode.UNREACHABLE
+        out.note(
+            f"upper: {'interrupted' if stopped else error}; {done:,} of {total:,} operations are confirmed, "
+            f"and up to {settings.depth * settings.connections:,} more on each node may have been written"
+        )
+    _show(result, out)
+    return code
+
+
+def _show(result: LoadResult, out: Output) -> None:
     done, seconds = result.sets + result.deletes, max(result.seconds, 1e-9)
     table = [
         {
@@ -86,7 +135,6 @@ def run(args: Namespace, out: Output) -> ExitCode:
     out.show(summary, text=f"{text}, {summary['megabytes_per_second']} MB/s")
     if not out.as_json:
         out.show(table)
-    return ExitCode.OK
 
 
 def _count(text: str) -> int:

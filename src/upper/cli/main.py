@@ -1,14 +1,14 @@
-"""The frame of the `upper` command: finds the verb, reads its arguments, turns its end into an exit code.
+"""The `upper` command: finds the verb, parses its arguments, converts errors to messages and exit codes.
 
 A verb is a module of this package with
 
 - a docstring, which is its help;
-- `EXAMPLES`, lines that are shown under the help;
-- `add_arguments(parser)`, which must not import anything heavy;
-- `run(args, out) -> ExitCode`, which may.
+- `EXAMPLES`, lines that are shown below the help;
+- `add_arguments(parser)`, which imports only light modules;
+- `run(args, out) -> ExitCode`.
 
-Only the module of the verb that was asked for is imported, so that `upper` starts at once whatever
-the others need. To add a verb, write the module and add its row to `VERBS`.
+Only the module of the requested verb is imported, so the start-up time of a verb depends on its own imports
+alone. To add a verb, write the module and add its row to `VERBS`.
 """
 
 from __future__ import annotations
@@ -20,38 +20,69 @@ from collections.abc import Mapping, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC
 from importlib import import_module
 from io import TextIOWrapper
-from typing import Protocol, cast
+from textwrap import fill
+from typing import NoReturn, Protocol, cast
 
+from upper.cli.common import URL
 from upper.cli.output import ExitCode, Output
-from upper.errors import UpperError
+from upper.errors import NotInstalled, UpperError
 
-# verb -> (module, what it does in one line), in the order in which help shows them
+# verb -> (module, what it does in one line), in the order of help
 VERBS: Mapping[str, tuple[str, str]] = {
     "serve": ("upper.cli.serve", "start a node"),
-    "users": ("upper.cli.users", "say who may come in"),
-    "tail": ("upper.cli.tail", "show changes as they happen"),
+    "cluster": ("upper.cli.cluster", "create and operate a cluster of nodes"),
+    "users": ("upper.cli.users", "create and change a users file"),
+    "tail": ("upper.cli.tail", "print changes, stored and live"),
     "get": ("upper.cli.get", "read keys"),
     "set": ("upper.cli.set", "store a value under a key"),
-    "delete": ("upper.cli.delete", "remove keys"),
-    "incr": ("upper.cli.incr", "count"),
-    "load": ("upper.cli.load", "write a lot of items, quickly"),
-    "stats": ("upper.cli.stats", "what a node says about itself"),
-    "top": ("upper.cli.top", "a live screen of rates, streams, lag and memory"),
-    "failover-log": ("upper.cli.failover_log", "the branches of a partition's history"),
-    "promote": ("upper.cli.promote", "record a history branch by hand, for drills"),
-    "check": ("upper.cli.check", "verify the data directory of a bucket, or repair it"),
-    "dump": ("upper.cli.dump", "print the items in the data directory of a bucket"),
-    "packet": ("upper.cli.packet", "take packets apart, field by field"),
-    "sync": ("upper.cli.sync", "keep a lake true: Delta tables that follow a bucket"),
-    "verify": ("upper.cli.verify", "prove that a lake is what its bucket says"),
-    "lake": ("upper.cli.lake", "look at a lake, or look after it"),
-    "query": ("upper.cli.query", "ask a lake in SQL"),
+    "delete": ("upper.cli.delete", "delete keys"),
+    "exists": ("upper.cli.exists", "print whether keys exist"),
+    "touch": ("upper.cli.touch", "set the expiry of a key"),
+    "keys": ("upper.cli.keys", "print the keys with a prefix"),
+    "scan": ("upper.cli.scan", "print keys with a prefix, and their values"),
+    "incr": ("upper.cli.incr", "add to a number"),
+    "load": ("upper.cli.load", "write many items, and measure"),
+    "stats": ("upper.cli.stats", "print the statistics of a node"),
+    "top": ("upper.cli.top", "show rates, streams, lag and memory, live"),
+    "failover-log": ("upper.cli.failover_log", "print the branches of histories"),
+    "promote": ("upper.cli.promote", "start a new branch by hand, for drills"),
+    "check": ("upper.cli.check", "check or repair a data directory"),
+    "dump": ("upper.cli.dump", "print the items in a data directory"),
+    "packet": ("upper.cli.packet", "decode packets of the protocol"),
+    "sync": ("upper.cli.sync", "copy changes to a lake of Delta tables"),
+    "verify": ("upper.cli.verify", "compare a lake with its bucket"),
+    "lake": ("upper.cli.lake", "describe, compact, trim or vacuum a lake"),
+    "query": ("upper.cli.query", "query a lake in SQL"),
+    "view": ("upper.cli.view", "create, list, refresh or drop views of a lake"),
+    "index": ("upper.cli.index", "create, list, rebuild or drop indexes of a lake"),
+    "search": ("upper.cli.search", "search an index of a lake"),
+    "backup": ("upper.cli.backup", "list, verify or prune the commits of a lake"),
+    "restore": ("upper.cli.restore", "bring a bucket to a commit of a lake"),
+    "replicate": ("upper.cli.replicate", "replicate a bucket to another one"),
+    "push": ("upper.cli.push", "push changes to Kafka"),
+    "export": ("upper.cli.export", "write items to JSON lines, CSV or Parquet"),
+    "import": ("upper.cli.import_", "store the rows of such a file in a bucket"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
 }
 
 
+# The verbs of `upper --help`, by subject.
+GROUPS: Mapping[str, Sequence[str]] = {
+    "keys": ("get", "set", "delete", "exists", "touch", "incr", "keys", "scan", "load", "export", "import"),
+    "changes": ("tail", "failover-log", "replicate", "push"),
+    "a lake of Delta tables": ("sync", "query", "view", "verify", "lake", "backup", "restore"),
+    "an index of a lake": ("index", "search"),
+    "nodes": ("serve", "cluster", "users", "stats", "top", "promote"),
+    "a data directory": ("check", "dump"),
+    "other": ("packet", "completion"),
+}
+
+# Packages that only the pipeline needs; the base installation has none of them.
+PIPELINE = {"deltalake", "duckdb", "numpy", "pandas", "pyarrow", "pyspark"}
+
+
 class Verb(Protocol):
-    """What `main` needs of the module of a verb."""
+    """The interface of the module of a verb."""
 
     __doc__: str | None
     EXAMPLES: str
@@ -66,43 +97,47 @@ def load(name: str) -> Verb:
 
 
 def parser_of(name: str, verb: Verb) -> ArgumentParser:
-    """The whole parser of a verb: its own arguments and those that every verb has."""
-    parser = ArgumentParser(
+    """The parser of a verb: its own arguments and those that all verbs have."""
+    parser = _Parser(
         prog=f"upper {name}",
         description=verb.__doc__,
         epilog=f"examples:\n{_indented(verb.EXAMPLES)}",
-        formatter_class=RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
     verb.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     return parser
 
 
 def top_parser() -> ArgumentParser:
-    """What `upper` itself understands, before any verb."""
+    """The parser of `upper` without a verb."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in VERBS.items())
-    parser = ArgumentParser(
+    verbs = "\n".join(
+        line
+        for group, names in GROUPS.items()
+        for line in (f"\n{group}:", *(f"  {name:<{width}}  {VERBS[name][1]}" for name in names))
+    )
+    parser = _Parser(
         prog="upper",
         usage="upper VERB [ARGUMENT ...]",
-        description="A partitioned key-value server whose changes can be followed, left and taken up again.",
-        epilog=f"verbs:\n{verbs}\n\n`upper VERB --help` says more about each.",
-        formatter_class=RawDescriptionHelpFormatter,
+        description="A durable key-value store with built-in change data capture.",
+        epilog=f"{verbs.lstrip()}\n\n`upper VERB --help` describes a verb and shows examples.",
+        formatter_class=_HelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show what is installed, and exit")
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version and exit")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `upper` with these arguments (the command line's, by default); the result is the exit code."""
+    """Run `upper` with these arguments, by default the command line's, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Where somebody has closed them Python has none, and nobody is to trip over that.
+    # Python has none of them where the shell closed them.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # for as long as we run
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a key that the terminal cannot show is no failure
+        sys.stdout.reconfigure(errors="backslashreplace")  # show what the terminal cannot encode
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -110,11 +145,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more on its way out; give it somewhere to flush to.
+        # The interpreter flushes again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BROKEN_PIPE
     except UpperError as error:
         return _complain(error, str(error), code=error.exit_code)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in PIPELINE:
+            raise
+        return _complain(
+            error,
+            f"this verb needs {error.name}, which is not installed; run: pip install 'upper-kv[spark]'",
+            code=NotInstalled.exit_code,
+        )
     except OSError as error:
         lost = isinstance(error, (ConnectionError, TimeoutError))
         return _complain(error, _sentence(error), code=ExitCode.UNREACHABLE if lost else ExitCode.USAGE)
@@ -130,8 +173,23 @@ def _run(arguments: list[str]) -> int:
     if name not in VERBS:
         return _unknown(name)
     verb = load(name)
-    args = parser_of(name, verb).parse_args(rest)
+    parser = parser_of(name, verb)
+    args = parser.parse_args(_with_url(parser, rest))
     return verb.run(args, Output(as_json=args.json))
+
+
+def _with_url(parser: ArgumentParser, words: list[str]) -> list[str]:
+    """The arguments, with the URL of the environment where a verb needs one and none is given."""
+    positional = [action.dest for action in parser._actions if not action.option_strings]
+    given = any(map(URL.match, words)) or (words and "://" in words[0])
+    named = any(word.partition("=")[0] == "--config" for word in words)  # the file has the URLs
+    if "url" not in positional or given or named or {"-h", "--help"} & set(words):
+        return words
+    if url := os.environ.get("UPPER_URL"):
+        return [url, *words] if positional[0] == "url" else [*words, url]
+    if not words or words[0].startswith("-"):
+        parser.error("no URL is given; write upr://HOST:PORT/BUCKET, or set UPPER_URL")
+    return words
 
 
 def _unknown(name: str) -> int:
@@ -155,8 +213,25 @@ def _complain(error: Exception, sentence: str, *, code: int) -> int:
 def _sentence(error: OSError) -> str:
     what = error.strerror or str(error) or type(error).__name__
     if error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
-        return f"what there is to say cannot be written ({what}); make room where it goes"
+        return f"the output cannot be written ({what}); free some space there"
     return f"{error.filename}: {what}" if error.filename is not None else what
+
+
+class _Parser(ArgumentParser):
+    """Reports a mistake as one sentence, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(ExitCode.USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
+class _HelpFormatter(RawDescriptionHelpFormatter):
+    """Wraps the paragraphs of a description to the terminal; lists and examples keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            part if "\n  " in part else fill(" ".join(part.split()), width) for part in paragraphs
+        )
 
 
 def _indented(text: str) -> str:
@@ -164,7 +239,7 @@ def _indented(text: str) -> str:
 
 
 class _ShowVersion(Action):
-    """`--version`; what it shows is found out only when somebody asks."""
+    """`--version`; imports what it shows only when used."""
 
     def __call__(self, parser: ArgumentParser, *_: object) -> None:
         from upper.version import VERSION

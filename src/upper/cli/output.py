@@ -1,42 +1,45 @@
-"""How verbs speak: the same value as text for people and, with `--json`, as one object a line for programs.
+"""The output of verbs: one value, shown as text or, with `--json`, as one JSON object per line.
 
-A verb hands over values and never formats twice. Standard output carries answers and nothing else;
-what is said *about* the work (notes, progress) goes to standard error, and only where somebody looks.
+Standard output carries results and nothing else. Notes and progress go to standard error; progress is drawn
+only on a terminal. Bytes are shown without ambiguity: text that is not printable UTF-8 is quoted as bash's
+$'...', and in JSON bytes that are not UTF-8 are the object {"hex": "..."}.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from enum import Enum, IntEnum
 from typing import Protocol, TextIO, TypeVar
 
 T = TypeVar("T")
+INFINITY = float("inf")
+SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\", "'": "\\'"}  # escapes that have a short form
 
 
 class ExitCode(IntEnum):
-    """What a verb tells the shell. docs/reference/exit-codes.md says the same."""
+    """The exit codes of `upper`; docs/reference/exit-codes.md lists them too."""
 
     OK = 0
-    DIFFERENT = 1  # the answer is no: things differ, are missing, or the work could not be finished
-    USAGE = 2  # arguments or input that cannot be used; nothing was done
+    DIFFERENT = 1  # the result is negative: data differs, a key does not exist, or work is unfinished
+    USAGE = 2  # invalid arguments or input; nothing was done
     UNREACHABLE = 3  # no node answered in time
-    REFUSED = 4  # a node answered, and said no
-    CORRUPT = 5  # data at rest is damaged, or cannot be used as asked
-    INTERRUPTED = 130  # Ctrl-C, as shells count it
-    BROKEN_PIPE = 141  # whoever read our output has gone
+    REFUSED = 4  # a node rejected the request
+    CORRUPT = 5  # stored data is damaged or cannot be used as requested
+    INTERRUPTED = 130  # Ctrl-C: 128 + SIGINT
+    BROKEN_PIPE = 141  # the reader of the output has gone: 128 + SIGPIPE
 
 
-class Progress(Protocol):
-    """What a verb may do with a progress bar, whether or not there is one to see. Cheap to call often."""
+class ProgressBar(Protocol):
+    """A progress bar, drawn or not. Calls are cheap: each only adds to a counter."""
 
     def advance(self, steps: int = 1) -> None:
-        """So much more is done."""
+        """Count more steps as done."""
 
     def reached(self, done: int, total: int | None = None) -> None:
-        """So much is done altogether, of so much where that is known only now."""
+        """Set the number of steps done, and the total once it is known."""
 
 
 class _Unseen:
@@ -48,7 +51,7 @@ class _Unseen:
 
 
 class Output:
-    """Where the answers of one run of a verb go."""
+    """The output streams of one run of a verb."""
 
     def __init__(
         self, *, as_json: bool = False, stdout: TextIO | None = None, stderr: TextIO | None = None
@@ -58,43 +61,43 @@ class Output:
         self._stderr = sys.stderr if stderr is None else stderr
 
     def show(self, value: object, *, text: str | None = None, empty: str = "nothing") -> None:
-        """One answer, or many.
+        """Write one result, or many.
 
-        A mapping or a dataclass is one object, shown as a line a field; any other iterable is many,
-        shown as a table, or as `empty` when there are none. `text` replaces the text form of one.
-        With `--json` each object is a line, written as soon as it is known.
+        A mapping or a dataclass is one object, shown as one line per field. Any other iterable is shown as a
+        table, or as `empty` when it has no rows. `text` replaces the text form of one object. With `--json`
+        each object is one line, written as soon as it is produced.
         """
         if self.as_json:
             import json
 
             for item in _items(value):
-                self._line(json.dumps(plain(item)))
+                self._line(json.dumps(plain(item), allow_nan=False))
         elif text is not None:
             self._line(text)
         elif isinstance(value, str) or is_record(value):
             self._line(_listing(value) if is_record(value) else str(value))
         else:
-            rows = [plain(item) for item in _items(value)]
+            rows = [plain(item, binary=bytes) for item in _items(value)]
             self._line("\n".join(_table(rows)) if rows else empty)
 
     def say(self, sentence: str) -> None:
-        """A line for people that is no answer by itself; programs do not get it."""
+        """Write a sentence to standard output; with `--json` it is left out."""
         if not self.as_json:
             self._line(sentence)
 
     def note(self, sentence: str) -> None:
-        """A line about the work, on standard error."""
+        """Write a line about the work to standard error."""
         print(sentence, file=self._stderr, flush=True)
 
     def draw(self, line: str) -> None:
-        """A line on standard error that the next one replaces, cut to the width of the terminal."""
+        """Write a line to standard error that the next one replaces, cut to the width of the terminal."""
         from shutil import get_terminal_size
 
         width = get_terminal_size().columns
         print(f"\r\x1b[K{line[: width - 1]}", end="", file=self._stderr, flush=True)
 
     def raw(self, data: bytes) -> None:
-        """Bytes as they are, for values that go into a file or a pipe; a terminal gets its last newline."""
+        """Write bytes unchanged; on a terminal a missing final newline is added."""
         self._stdout.flush()
         self._stdout.buffer.write(data)
         if self.on_screen and not data.endswith(b"\n"):
@@ -103,20 +106,22 @@ class Output:
 
     @property
     def on_screen(self) -> bool:
-        """True when a person sees the answers."""
+        """True when standard output is a terminal."""
         return self._stdout.isatty()
 
     @property
     def watched(self) -> bool:
-        """True when a person sees standard error, so that progress is worth drawing."""
+        """True when standard error is a terminal, so that progress can be drawn."""
         return self._stderr.isatty()
 
     @contextmanager
-    def progress(self, what: str, total: int | None = None, *, answering: bool = False) -> Iterator[Progress]:
-        """A bar on the terminal while the block runs; nothing at all where nobody looks.
+    def progress(
+        self, what: str, total: int | None = None, *, answering: bool = False
+    ) -> Iterator[ProgressBar]:
+        """A progress bar while the block runs, if standard error is a terminal.
 
-        `answering`: answers are shown meanwhile. On the same terminal they are progress enough, and a bar
-        would run into them, so there is one only where they go elsewhere.
+        `answering`: the block writes results. On the same terminal they would mix with a bar, so there is a
+        bar only if standard output goes elsewhere.
         """
         if not self.watched or (answering and self.on_screen):
             yield _Unseen()
@@ -129,7 +134,7 @@ class Output:
     def each(
         self, what: str, items: Iterable[T], total: int | None = None, *, answering: bool = False
     ) -> Iterator[T]:
-        """The items, with a bar that moves a step with each."""
+        """Yield the items, and advance a progress bar with each."""
         if total is None and isinstance(items, Sized):
             total = len(items)
         with self.progress(what, total, answering=answering) as progress:
@@ -138,7 +143,7 @@ class Output:
                 progress.advance()
 
     def _line(self, text: str) -> None:
-        # Flushed each time: whoever follows a stream through a pipe wants the line when it happens.
+        # Flushed each time: a reader of a live stream gets each line without delay.
         print(text, file=self._stdout, flush=True)
 
 
@@ -147,40 +152,69 @@ def is_record(value: object) -> bool:
     return isinstance(value, Mapping) or _is_dataclass(value)
 
 
-def plain(value: object) -> object:
-    """The value in terms of JSON. Bytes are text where they are UTF-8, else hex; enums are their names."""
+def json_bytes(data: bytes) -> object:
+    """Bytes in terms of JSON: text if they are UTF-8, else {"hex": ...}."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return {"hex": data.hex()}
+
+
+def plain(value: object, *, binary: Callable[[bytes], object] = json_bytes) -> object:
+    """The value in terms of JSON. Enums become their names; `binary` converts bytes.
+
+    JSON has no NaN and no infinity: they become the text "NaN", "Infinity" and "-Infinity", as in PostgreSQL.
+    """
     match value:
         case Enum():
             return value.value if isinstance(value, str) else value.name.lower()
+        case float() if value != value or value in (INFINITY, -INFINITY):
+            return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
         case None | bool() | int() | float() | str():
             return value
         case bytes() | bytearray() | memoryview():
-            return text_of(bytes(value))
+            return binary(bytes(value))
         case Mapping():
-            return {str(key): plain(item) for key, item in value.items()}
+            return {str(key): plain(item, binary=binary) for key, item in value.items()}
         case os.PathLike():
             return os.fspath(value)
         case Iterable():
-            return [plain(item) for item in value]
+            return [plain(item, binary=binary) for item in value]
         case _ if _is_dataclass(value):
             from dataclasses import fields
 
-            return {field.name: plain(getattr(value, field.name)) for field in fields(value)}  # type: ignore[arg-type]
+            found = ((field.name, getattr(value, field.name)) for field in fields(value))  # type: ignore[arg-type]
+            return {name: plain(item, binary=binary) for name, item in found}
         case _:
             return str(value)
 
 
 def _is_dataclass(value: object) -> bool:
-    # Asked like this, a verb that has none to show need not load what makes them.
+    # `dataclasses.is_dataclass` would import a module that most verbs do not need.
     return hasattr(type(value), "__dataclass_fields__")
 
 
-def text_of(data: bytes) -> str:
-    """Bytes as text where they are UTF-8, else as hex."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return data.hex()
+def text_of(data: bytes | str) -> str:
+    """Bytes or text on one line, without ambiguity and without control characters.
+
+    Printable UTF-8 is shown unchanged. Anything else is quoted as bash quotes it, $'a\\nb' or $'\\xff', and
+    can be pasted into a shell; so is text that already looks quoted.
+    """
+    text = data if isinstance(data, str) else data.decode(errors="surrogateescape")
+    if text.isprintable() and not text.startswith("$'"):
+        return text
+    return "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    if character in SHORT:
+        return SHORT[character]
+    if character.isprintable():
+        return character
+    return f"\\x{code:02x}" if code < 0x80 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def _items(value: object) -> Iterable[object]:
@@ -195,9 +229,8 @@ def _cell(value: object) -> str:
             return "-"
         case bool():
             return "yes" if value else "no"
-        case str():
-            # A newline or an escape sequence inside a key must not reach the terminal.
-            return value if value.isprintable() else value.encode("unicode_escape").decode()
+        case str() | bytes():
+            return text_of(value)
         case list():
             return ", ".join(map(_cell, value)) or "-"
         case dict():
@@ -207,7 +240,7 @@ def _cell(value: object) -> str:
 
 
 def _listing(record: object) -> str:
-    content = plain(record)
+    content = plain(record, binary=bytes)
     assert isinstance(content, dict)
     shown = {_cell(name): _cell(item) for name, item in content.items()}
     width = max(map(len, shown), default=0)
@@ -215,7 +248,7 @@ def _listing(record: object) -> str:
 
 
 def _table(rows: Sequence[object]) -> Iterator[str]:
-    """Rows as aligned columns under their names; numbers to the right."""
+    """Rows as aligned columns under their names; numbers are aligned to the right."""
     if not all(isinstance(row, dict) for row in rows):
         yield from (_cell(row) for row in rows)
         return

@@ -1,7 +1,7 @@
-"""Take packets apart: every field of each, with its offset, as the specifications print them.
+"""Decode packets: every field with its offset, in the format of the specifications.
 
-The packets are given in hex, in one argument or in many; spaces, colons and 0x are fine. `-` reads
-them from standard input. Without --dialect the first byte pairs tell, as on a connection.
+The packets are hexadecimal, in one or several arguments; spaces, colons and 0x are allowed. `-` reads them
+from standard input. Without --dialect the opcodes decide, as on a connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dialect",
         choices=("upr", "upr0", "tap", "dcp", "kv"),
-        help="what the packets speak; by default they tell themselves",
+        help="the dialect of the packets (from the packets)",
     )
 
 
@@ -37,7 +37,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     given = (sys.stdin.read() if part == "-" else part for part in args.hex)
     data = parse_hex(" ".join(given))
     if not data:
-        raise ProtocolError("there is no packet here; give one in hex", at=0)
+        raise ProtocolError("no packet is given; write one in hex", at=0)
     for number, picture in enumerate(pictures(data, DIALECTS[args.dialect] if args.dialect else None)):
         text = picture.table()
         out.show(picture.record(), text=f"\n{text}" if number else text)
@@ -45,11 +45,11 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
 
 def parse_hex(text: str) -> bytes:
-    """Bytes of hex digits as people paste them."""
+    """Parse hex digits with separators."""
     digits = text.replace("0x", " ").replace("0X", " ").translate(SEPARATORS)
     for at, digit in enumerate(digits):
         if digit not in "0123456789abcdefABCDEF":
             raise ProtocolError(f"{digit!r} is not a hex digit", at=at // 2)
     if len(digits) % 2:
-        raise ProtocolError("half a byte is missing; hex digits come in pairs", at=len(digits) // 2)
+        raise ProtocolError("the number of hex digits is odd; add the missing one", at=len(digits) // 2)
     return bytes.fromhex(digits)

@@ -1,4 +1,4 @@
-"""How work on Spark is seen: the live line of a sync, and a bar for what ends by itself."""
+"""Progress of work on Spark: the live line of a sync, and a bar for work with an end."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Self
 from upper.cli.output import Output
 
 if TYPE_CHECKING:
-    from upper.apps.lake.follow import Progress
-    from upper.apps.lake.sync import Batch
+    from upper.apps.lake.follow import SyncTotals
+    from upper.apps.lake.sync import SyncRound
 
 PERCENT = 100
 WINDOW = 10.0  # seconds over which a rate is taken
@@ -20,7 +20,7 @@ WINDOW = 10.0  # seconds over which a rate is taken
 
 @contextmanager
 def share_done(out: Output, what: str) -> Iterator[Callable[[float], None]]:
-    """A bar that is told which share of the work is done; it never goes back."""
+    """A bar, and a function that sets the share of the work that is done; the bar never goes back."""
     with out.progress(what, PERCENT) as bar:
         shown = 0
 
@@ -35,7 +35,7 @@ def share_done(out: Output, what: str) -> Iterator[Callable[[float], None]]:
 
 
 class SyncProgress:
-    """Draws one line over itself on a terminal; says only what matters where nobody looks."""
+    """Draws one line over itself on a terminal; elsewhere it prints commits and rollbacks only."""
 
     def __init__(self, out: Output) -> None:
         self._out = out
@@ -52,7 +52,7 @@ class SyncProgress:
         if self._drawn:
             self._out.draw("")
 
-    def tell(self, progress: Progress, batch: Batch | None) -> None:
+    def tell(self, progress: SyncTotals, batch: SyncRound | None) -> None:
         """One round is over."""
         now = time.monotonic()
         if batch is not None and batch.number:
@@ -65,13 +65,13 @@ class SyncProgress:
                         "bytes": batch.size,
                         "behind": batch.behind,
                         "seconds": round(batch.seconds, 3),
-                        "rollbacks": len(batch.taken_back),
+                        "rollbacks": len(batch.rolled_back),
                         "lost": batch.lost,
                     }
                 )
-            if batch.taken_back and self._drawn:
-                self._out.draw("")  # the line makes room for what should stay
-            for taken in batch.taken_back:
+            if batch.rolled_back and self._drawn:
+                self._out.draw("")  # erase the line before printing
+            for taken in batch.rolled_back:
                 self._out.note(
                     f"partition {taken.partition}: back to {taken.keep.position.seqno}, {taken.why}"
                 )
@@ -79,7 +79,7 @@ class SyncProgress:
             self._drawn = True
             self._out.draw(self._line(progress, now))
 
-    def _line(self, progress: Progress, now: float) -> str:
+    def _line(self, progress: SyncTotals, now: float) -> str:
         if progress.doing and not progress.rows:
             return progress.doing
         self._past = [(when, *rest) for when, *rest in self._past if now - when <= WINDOW]  # type: ignore[misc]

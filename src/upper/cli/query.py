@@ -1,30 +1,68 @@
-"""Ask a lake in SQL: DuckDB over its three tables, changes, latest and lost.
+"""Query a lake in SQL: DuckDB over its tables changes, latest and lost.
 
-Keys and values are BLOBs; text(key) makes a string of one. They are shown as text where they are UTF-8.
+Keys and values are BLOBs; text(key) converts one to a string. They are shown as text where they are UTF-8.
+A query reads the lake and nothing else. With --allow-files it can also read and write other files, attach
+databases and load extensions, with your permissions: run only SQL that you trust with that.
+
+--after TOKEN waits until the lake has a write, and never answers from before it: `upper set --token` prints
+a token, several are separated by commas. If a rollback took the write back, the query ends with an error
+instead of waiting; --url lets it ask the bucket about that. The relation `current` is the bucket at the
+position of `changes`.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from contextlib import ExitStack, closing
 
+from upper.cli.common import add_credentials, add_lake, lake_of, url_of
+from upper.cli.durations import seconds
 from upper.cli.output import ExitCode, Output
 
 EXAMPLES = """
 upper query ./lake "select operation, count(*) from changes group by all"
 upper query ./lake "select key, value from latest where text(key) like 'user:%' limit 5"
 upper query ./lake "select partition, seqno, key, why from lost"
+upper query ./lake "select count(*) from current" --after 528:201@52125187200004 --timeout 10s
+upper query ./lake "copy latest to 'latest.csv'" --allow-files
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("lake", metavar="LAKE", type=Path, help="the directory of the lake")
+    add_lake(parser)
     parser.add_argument("sql", metavar="SQL", help="the query")
+    parser.add_argument("--allow-files", action="store_true", help="allow SQL to read and write other files")
+    parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="wait until the lake has this write; may be repeated",
+    )
+    parser.add_argument(
+        "--timeout", type=seconds, default=30.0, metavar="TIME", help="wait at most this long (30s)"
+    )
+    parser.add_argument("--url", metavar="URL", help="ask this bucket whether a write was taken back")
+    add_credentials(parser)
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.apps.lake.home import Lake
     from upper.apps.lake.query import query
 
-    out.show(query(Lake(args.lake), args.sql), empty="no rows")
+    with ExitStack() as stack:
+        bucket_state = None
+        if args.url and args.after:
+            from upper.pipeline.source import BucketSource
+
+            source = stack.enter_context(closing(BucketSource(url_of(args), name="upper-query")))
+            bucket_state = source.bucket_state
+        rows = query(
+            lake_of(args),
+            args.sql,
+            allow_files=args.allow_files,
+            after=args.after,
+            timeout=args.timeout,
+            bucket_state=bucket_state,
+        )
+        out.show(rows, empty="no rows")
     return ExitCode.OK

@@ -1,31 +1,61 @@
-"""Store a value under a key, and show where that write stands in the history of its partition."""
+"""Store a value under a key, and print the seqno and the branch of the write."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
 
+from upper.cli.common import add_url, as_typed, number, reach
 from upper.cli.output import ExitCode, Output
-from upper.cli.reaching import add_url, as_typed, number, reach
 
 EXAMPLES = """
 upper set upr://127.0.0.1:11210/default user:1 '{"name": "Ann"}' --expiry 60
 upper set upr://127.0.0.1:11210/default picture - < picture.png
+upper set upr://127.0.0.1:11210/default order:1 '{"total": 12}' --token
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
-    parser.add_argument("key", metavar="KEY")
-    parser.add_argument("value", metavar="VALUE", help="what to store; - reads it from standard input")
+    parser.add_argument("key", metavar="KEY", help="the key")
+    parser.add_argument("value", metavar="VALUE", help="the value; - reads it from standard input")
     parser.add_argument(
-        "--expiry", type=number(0, 2**32 - 1), default=0, metavar="SECONDS", help="forget it after so long"
+        "--expiry",
+        type=number(0, 2**32 - 1),
+        default=0,
+        metavar="SECONDS",
+        help="expiry, in seconds from now (never)",
     )
     parser.add_argument(
-        "--flags", type=number(0, 2**32 - 1), default=0, metavar="N", help="a number kept with the value"
+        "--flags",
+        type=number(0, 2**32 - 1),
+        default=0,
+        metavar="N",
+        help="a number that is stored with the value (%(default)s)",
     )
     parser.add_argument(
-        "--cas", type=number(0, 2**64 - 1), default=0, metavar="CAS", help="only if it has not changed since"
+        "--cas",
+        type=number(0, 2**64 - 1),
+        default=0,
+        metavar="CAS",
+        help="store only if this is still the CAS of the key",
+    )
+    parser.add_argument(
+        "--persist",
+        type=number(1, 4),
+        default=1,
+        metavar="N",
+        help="wait until the value is on the disks of N nodes (%(default)s)",
+    )
+    parser.add_argument(
+        "--replicate",
+        type=number(0, 3),
+        default=0,
+        metavar="N",
+        help="wait until N replicas have the value (%(default)s)",
+    )
+    parser.add_argument(
+        "--token", action="store_true", help="print only the token of the write, for `upper query --after`"
     )
 
 
@@ -34,7 +64,15 @@ def run(args: Namespace, out: Output) -> ExitCode:
     value = sys.stdin.buffer.read() if args.value == "-" else as_typed(args.value)
     with reach(args, "upper set") as bucket:
         stored = bucket.set(key, value, expiry=args.expiry, flags=args.flags, cas=args.cas)
+        if args.persist > 1 or args.replicate:
+            bucket.wait_until_durable(key, stored, persist=args.persist, replicate=args.replicate)
         partition = bucket.partition_of(key)
+    if args.token:
+        out.show(
+            {"token": f"{partition}:{stored.seqno}@{stored.branch}"},
+            text=f"{partition}:{stored.seqno}@{stored.branch}",
+        )
+        return ExitCode.OK
     out.show(
         {
             "key": key,

@@ -1,29 +1,52 @@
-"""Keep a lake true: three Delta tables that follow a bucket.
+"""Copy the changes of a bucket to a lake: three Delta tables, kept up to date with Spark.
 
-LAKE/changes has every change once, LAKE/latest one row for each live key, LAKE/lost what a rollback took
-back. The position is in the commits themselves: stop it, kill it, start it again, and it goes on where it
-was. Without --once it follows until it is stopped.
+LAKE/changes holds every change once, LAKE/latest one row for each live key, LAKE/lost the changes that a
+rollback removed. The position is part of each commit, so a sync that was stopped or killed resumes exactly.
+Without --once it follows the bucket until Ctrl-C or SIGTERM, which finish the current round; a second Ctrl-C
+stops at once.
+
+--types FILE adds typed tables, which every later sync keeps as well; see `upper lake LAKE types`.
+
+--config FILE follows several buckets in one process, as a service: FILE is TOML, with a [[lake]] for each. It
+prints a line when all of them are followed, and tries again whatever a bucket or a store does. --metrics-port
+serves their lag, commits, rollbacks and sizes to Prometheus, also for a single lake.
 """
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 
+from upper.cli.common import add_bucket, add_lake, lake_of, log_to_stderr, number, setting, url_of
+from upper.cli.durations import seconds
 from upper.cli.output import ExitCode, Output
-from upper.cli.spans import seconds
+from upper.cli.workers import add_workers, worker_settings
+from upper.errors import InvalidArguments
 
 EXAMPLES = """
 upper sync upr://127.0.0.1:11210/default ./lake --once
 upper sync upr://127.0.0.1:11210/default ./lake --every 1s --latest-every 60s
+upper sync upr://127.0.0.1:11210/default ./lake --local --once
+upper sync upr://127.0.0.1:11210/default ./lake --types types.yml
 upper sync upr://10.0.0.7/default /shared/lake --master spark://10.0.0.8:7077
+upper sync --config sync.toml --metrics-port 9464
 """
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the bucket, as upr://HOST:PORT/BUCKET")
+    add_bucket(parser, optional=True)
+    add_lake(parser, optional=True)
     parser.add_argument(
-        "lake", metavar="LAKE", type=_directory, help="the directory of the lake; made if it is not there"
+        "--config", type=Path, metavar="FILE", help="follow the buckets of this file, instead of URL and LAKE"
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=number(0, 65535),
+        metavar="PORT",
+        help="Prometheus metrics over HTTP, on loopback",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -39,19 +62,51 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=seconds,
         default=60.0,
         metavar="TIME",
-        help="bring `latest` up to date this often (default 60s)",
+        help="refresh the parts of `latest` that changed much, this often (default 60s)",
     )
     parser.add_argument(
-        "--master",
-        default="local[*]",
-        metavar="MASTER",
-        help="where Spark works: local[*] or spark://HOST:PORT",
+        "--latest-within",
+        type=seconds,
+        default=3600.0,
+        metavar="TIME",
+        help="refresh every part of `latest` that changed within this time (default 1h)",
     )
+    parser.add_argument(
+        "--vacuum-keep",
+        type=seconds,
+        default=7200.0,
+        metavar="TIME",
+        help="keep replaced files this long, for readers of older versions (default 2h)",
+    )
+    parser.add_argument(
+        "--trim",
+        type=seconds,
+        default=0.0,
+        metavar="TIME",
+        help="remove changes that are older than this (default: keep all)",
+    )
+    parser.add_argument(
+        "--types",
+        type=Path,
+        metavar="FILE",
+        help="keep the typed tables of this file (YAML) too: columns out of JSON values",
+    )
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="only the owner may read the lake: mode 0700, and 0600 for files (as the umask says)",
+    )
+    add_workers(parser)
     parser.add_argument(
         "--groups",
         type=_groups,
         metavar="N",
         help="groups that the files of a new lake form (default 16, at most one a partition)",
+    )
+    parser.add_argument(
+        "--keep",
+        choices=("both", "changes", "latest"),
+        help="what a new lake keeps (both); the history alone, or the live keys alone, take half the room",
     )
     parser.add_argument(
         "--new-history",
@@ -69,7 +124,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--conf",
         action="append",
-        type=_setting,
+        type=setting,
         default=[],
         metavar="NAME=VALUE",
         help="a setting of Spark's; may be repeated",
@@ -77,29 +132,68 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.apps.lake.follow import FollowSettings, follow
+    from upper.apps.lake.follow import SyncSettings, follow
     from upper.cli.progress import SyncProgress
+    from upper.cli.sync_config import read_types
+    from upper.cli.sync_service import serve_config, serve_one
 
-    settings = FollowSettings(
+    if args.config is not None:
+        _only_config(args)
+        log_to_stderr(out)
+        serve_config(args.config, args.metrics_port, out, stopping=_stopping)
+        return ExitCode.OK
+    if args.url is None or args.lake is None:
+        raise InvalidArguments("a sync needs URL and LAKE, or --config FILE; see `upper sync --help`")
+    if args.once and args.metrics_port is not None:
+        raise InvalidArguments("--metrics-port is for a sync that goes on; leave it or --once out")
+    settings = SyncSettings(
         once=args.once,
         every=args.every,
         latest_every=args.latest_every,
-        master=args.master,
+        latest_within=args.latest_within,
+        vacuum_keep=args.vacuum_keep,
+        trim=args.trim,
         groups=args.groups,
+        keep=args.keep,
         new_history=args.new_history,
-        py_files=tuple(args.py_files),
-        spark=dict(args.conf),
+        types=() if args.types is None else read_types(args.types),
+        workers=replace(worker_settings(args), py_files=tuple(args.py_files), spark=dict(args.conf)),
     )
-    with SyncProgress(out) as progress:
-        summary = follow(args.url, args.lake, settings, tell=progress.tell)
-    out.show(summary, text=summary.sentence())
+    log_to_stderr(out)
+    store = lake_of(args)
+    if args.private:
+        os.umask(0o077)  # Spark's local workers inherit it
+        store.make_private()
+    try:
+        with SyncProgress(out) as shown:
+            if args.metrics_port is None:
+                summary = follow(url_of(args), store, settings, tell=shown.tell, stopping=_stopping)
+            else:
+                summary = serve_one(
+                    url_of(args), store, settings, args.metrics_port, out, tell=shown.tell, stopping=_stopping
+                )
+    except KeyboardInterrupt:
+        out.note("upper: stopped; the next sync resumes from the last commit")
+        raise
+    made = {field.name: getattr(summary, field.name) for field in fields(summary) if field.name != "doing"}
+    out.show(made, text=summary.sentence())
     return ExitCode.OK
 
 
-def _directory(text: str) -> Path:
-    if "://" in text:
-        raise ArgumentTypeError(f"{text!r} is an address; a lake is a directory that all workers see")
-    return Path(text)
+def _only_config(args: Namespace) -> None:
+    """Reject options that the file replaces."""
+    usual = ArgumentParser()
+    add_arguments(usual)
+    for name, value in vars(args).items():
+        if name not in ("config", "metrics_port", "json") and value != usual.get_default(name):
+            option = f"--{name.replace('_', '-')}" if name not in ("url", "lake") else name.upper()
+            raise InvalidArguments(f"{option} and --config do not go together; write it into {args.config}")
+
+
+def _stopping() -> None:
+    # From a signal handler: unlike print, write() cannot collide with a line that is being printed.
+    with suppress(OSError):
+        os.write(2, b"\nupper: stopping after this round; press Ctrl-C again to stop at once\n")
 
 
 def _groups(text: str) -> int:
@@ -112,10 +206,3 @@ def _file(text: str) -> str:
     if not Path(text).is_file():
         raise ArgumentTypeError(f"there is no file {text}")
     return text
-
-
-def _setting(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not (name and sign):
-        raise ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as spark.executor.memory=2g")
-    return name, value

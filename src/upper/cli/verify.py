@@ -1,15 +1,17 @@
-"""Prove that a lake is true: compare it with the bucket it follows, and with itself.
+"""Compare a lake with its bucket, and its tables with each other.
 
-The bucket at the position of LAKE/latest against LAKE/latest, and that against LAKE/changes, by a checksum
-a partition, computed on Spark. Partitions and keys that differ are printed, and the exit code is 1.
+A checksum per partition, computed on Spark, or with --local in this process, compares the bucket at the
+position of LAKE/latest with that table, and LAKE/latest with LAKE/changes. Differences are printed; the exit
+code is then 1.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
+from upper.cli.common import add_bucket, add_lake, lake_of, url_of
 from upper.cli.output import ExitCode, Output
+from upper.cli.workers import add_workers, worker_settings
 
 EXAMPLES = """
 upper verify upr://127.0.0.1:11210/default ./lake
@@ -18,34 +20,26 @@ upper verify upr://127.0.0.1:11210/default ./lake --json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="the bucket, as upr://HOST:PORT/BUCKET")
-    parser.add_argument("lake", metavar="LAKE", type=Path, help="the directory of the lake")
-    parser.add_argument(
-        "--master",
-        default="local[*]",
-        metavar="MASTER",
-        help="where Spark works: local[*] or spark://HOST:PORT",
-    )
+    add_bucket(parser)
+    add_lake(parser)
+    add_workers(parser)
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
     from contextlib import closing
 
-    from upper.apps.lake.home import Lake
+    from upper.apps.lake.lake import Lake
     from upper.apps.lake.verify import verify
     from upper.cli.progress import share_done
-    from upper.spark.feed import BucketFeed
-    from upper.spark.session import SparkRunner, start, stop
+    from upper.pipeline.source import BucketSource
+    from upper.spark.workers import workers
 
-    lake = Lake(args.lake)
-    with closing(BucketFeed(args.url, name="upper-verify")) as feed:
-        lake.agrees_with(feed.bucket.address.bucket, feed.bucket.partitions)
-        with share_done(out, "comparing") as watch:
-            session = start(app="upper verify", master=args.master)
-            try:
-                verdict = verify(lake, feed, SparkRunner(session, watch=watch))
-            finally:
-                stop(session)
+    lake = Lake(lake_of(args))
+    with closing(BucketSource(url_of(args), name="upper-verify")) as source:
+        lake.agrees_with(source.bucket.address.bucket, source.bucket.partitions)
+        where = workers("upper verify", worker_settings(args))
+        with share_done(out, "comparing") as watch, where as runner:
+            verdict = verify(lake, source, runner(watch=watch))
     if out.as_json:
         out.show(verdict)
     else:

@@ -1,18 +1,19 @@
-"""The consumer library: follow a bucket, leave it, and take it up again where you left.
+"""The consumer library: key-value calls, and change streams that resume after any interruption.
 
-    url, routes              where the nodes are, and which of them holds a partition
-    events, positions        what a follower sees, and where it stands
-    checkpoint               positions at rest
-    plan                     from what a caller wants to where each partition begins and ends
-    lane, follow, tap        the machine: handshakes, rollbacks, reconnects; no socket, no clock
-    decode, bulk             bytes into events, or into columns
-    reader                   what the application has been given, is through with, and has saved
-    link, login              packets of key-value calls, and signing in
-    calls, commands          what each call asks, and makes of the answers
-    sockets, feed, bucket    the blocking driver
-    pipes, async_feed, asynchronous    the other one
-    load                     a load generator
-    rules                    the resume decision, for those who plan ahead
+    url, routes                        addresses and credentials, and the cluster map
+    events, positions, position_codec  what a consumer receives, and its positions
+    checkpoint                         saved positions
+    plan                               from the options of `changes` to a start and an end in each partition
+    partition_consumer, follow, tap    the protocol of a consumer: no socket, no clock
+    decode, bulk                       bytes into events, or into columns
+    reader                             what the application has received, processed and saved
+    link, login, refusals              responses of key-value calls, logging in, and errors
+    calls, routing, commands           what each call sends and returns, described once
+    operations                         the calls as methods of both buckets
+    sockets, feed, bucket              the blocking driver
+    async_connection, async_feed, asynchronous    the asyncio driver
+    scan                               listing keys
+    rules                              the resume decision, for programs that plan ahead
 
-Read lane.py first: it is what the rest carries.
+Start with partition_consumer.py.
 """

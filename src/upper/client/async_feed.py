@@ -1,4 +1,4 @@
-"""The asynchronous driver of a follower: the same wheel as `feed` turns, with awaits.
+"""The asyncio driver of a follower: what `feed` does, with awaits.
 
 Bytes are read when the application asks for more; asyncio holds a few megabytes of a connection at most.
 """
@@ -7,48 +7,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from inspect import isawaitable
 from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from upper.client.bulk import Columns
+from upper.client.async_connection import READ, StreamingConnection, open_streaming
 from upper.client.events import Rollback
-from upper.client.pipes import READ, Pipe, open_pipe
-from upper.client.plan import Plan, Wanted
+from upper.client.follow import Follower
+from upper.client.plan import ChangesRequest, Plan
 from upper.client.positions import Positions
-from upper.client.reader import Reader, Typed
-from upper.client.routes import Routes
-from upper.client.sockets import Access
-from upper.client.url import Node
-from upper.errors import Busy, TemporaryFailure, TimedOut, Unreachable
+from upper.client.reader import Decoder, Reader
+from upper.client.sockets import NOT_CONNECTED
+from upper.client.url import NodeAddress
+from upper.errors import Refused, Unreachable
+
+if TYPE_CHECKING:
+    from upper.client.asynchronous import AsyncBucket
 
 T = TypeVar("T")
 CONNECT = 5.0  # seconds to open a connection
 
 
-class Home(Protocol):
-    """What a feed needs of the bucket that it belongs to."""
+class AsyncFeed(Generic[T]):
+    """Changes as they happen: `async for`. End it early with `aclose`, or use it as a context manager."""
 
-    access: Access
-
-    async def learn(self) -> Routes: ...
-
-    async def plan(self, wanted: Wanted) -> Plan: ...
-
-
-class Feed(Generic[T]):
-    """Changes, as they come: `async for`. Leave early with `aclose`, or use it as a context manager."""
-
-    def __init__(self, home: Home, wanted: Wanted, *, columns: bool, patience: float | None = None) -> None:
-        self._home, self._wanted, self._columns = home, wanted, columns
+    def __init__(
+        self,
+        bucket: AsyncBucket,
+        request: ChangesRequest,
+        prepare: Callable[[], Awaitable[Plan]],
+        decoder: Callable[[Follower], Decoder[T]],
+        *,
+        patience: float | None = None,
+    ) -> None:
+        self._bucket, self._request, self._prepare, self._decoder = bucket, request, prepare, decoder
         self._patience = patience
-        self._made: Reader[Any] | None = None
-        self._pipes: dict[Node, Pipe] = {}
-        self._reads: dict[Node, asyncio.Task[bytes]] = {}
-        self._openings: dict[Node, asyncio.Task[Pipe]] = {}
-        self._arrived: list[tuple[Node, bytes]] = []
-        self._alone_since: float | None = None
+        self._made: Reader[T] | None = None
+        self._connections: dict[NodeAddress, StreamingConnection] = {}
+        self._reads: dict[NodeAddress, asyncio.Task[bytes]] = {}
+        self._openings: dict[NodeAddress, asyncio.Task[StreamingConnection]] = {}
+        self._arrived: list[tuple[NodeAddress, bytes]] = []
         self._closed = False
 
     def __aiter__(self) -> AsyncIterator[T]:
@@ -63,7 +62,7 @@ class Feed(Generic[T]):
             try:
                 item: T | Rollback | None = reader.next(time.monotonic())
             except BaseException:
-                # The place may be ahead of what was handed over, and going on would lose the difference.
+                # Positions may be ahead of what was delivered, and going on would lose the difference.
                 await self.aclose()
                 raise
             if isinstance(item, Rollback):
@@ -72,7 +71,7 @@ class Feed(Generic[T]):
                 return item
             if self._arrived:
                 node, data = self._arrived.pop(0)
-                if node in reader.follower.wires:
+                if node in reader.follower.connections:
                     reader.push(node, data, time.monotonic())
                 continue
             if reader.follower.done or self._closed:
@@ -80,15 +79,15 @@ class Feed(Generic[T]):
                 raise StopAsyncIteration
             await self._turn()
 
-    async def _begin(self) -> Reader[Any]:
-        made = await self._home.plan(self._wanted)
-        self._made = Reader(made, self._wanted, Columns(made.follower) if self._columns else Typed(made))
+    async def _begin(self) -> Reader[T]:
+        made = await self._prepare()
+        self._made = Reader(made, self._request, self._decoder(made.follower))
         return self._made
 
     @property
-    def _reader(self) -> Reader[Any]:
+    def _reader(self) -> Reader[T]:
         if self._made is None:
-            raise RuntimeError("this feed has not begun; ask for its first item")
+            raise RuntimeError("this feed has not begun; request its first item")
         return self._made
 
     @property
@@ -114,13 +113,13 @@ class Feed(Generic[T]):
         if self._closed:
             return
         self._closed = True
-        for node in {*self._pipes, *self._openings}:
+        for node in {*self._connections, *self._openings}:
             self._forget(node)
         if self._made is not None:
             self._made.save(time.monotonic())
 
     async def __aenter__(self) -> Self:
-        """Begins: "now" is now. Without this, it is when the first item is asked for."""
+        """Begin: "now" is now. Without this it is when the first item is requested."""
         if self._made is None:
             await self._begin()
         return self
@@ -130,51 +129,52 @@ class Feed(Generic[T]):
     ) -> None:
         await self.aclose()
 
-    # ── Turning the wheel ─────────────────────────────────────────────────────────────────────────
+    # ── The driver ────────────────────────────────────────────────────────────────────────────────
 
     async def _roll_back(self, event: Rollback) -> T:
-        handler = self._wanted.on_rollback
+        handler = self._request.on_rollback
         try:
             if self._reader.handler_due(event) and callable(handler):
                 to: object | Awaitable[object] = handler(event)
                 if isawaitable(to):
                     to = await to
-                return self._reader.handled(event, to)  # type: ignore[no-any-return]
+                return self._reader.handled(event, to)
         except BaseException:
-            # Nobody went back, so nobody can go on: whoever starts again is told again.
+            # The rollback was not undone; the next start reports it again.
             await self.aclose()
             raise
-        return self._reader.seen(event)  # type: ignore[no-any-return]
+        return self._reader.seen(event)
 
     async def _turn(self) -> None:
         now, follower = time.monotonic(), self._reader.follower
         follower.tick(now)
         if follower.wants_map(now):
             try:
-                follower.learned(await self._home.learn(), time.monotonic())
-            except Unreachable:
+                learned = await self._bucket.learn(avoid=follower.suspects(now))
+                follower.learned(learned, time.monotonic())
+            except (Unreachable, Refused):
                 follower.not_learned(time.monotonic())
         for node in follower.to_close():
             self._forget(node)
         for node in follower.to_open(now):
-            # Beside us: whoever polls with short timeouts would otherwise never get to the end of it.
+            # In a task: an application that polls with short timeouts would otherwise never complete it.
             self._openings[node] = asyncio.create_task(self._open(node), name=f"open-{node}")
             follower.opening(node, now + 2 * CONNECT)
-        for node, pipe in list(self._pipes.items()):
-            if node in follower.wires and (out := follower.take_output(node)):
-                pipe.writer.write(out)
+        for node, connection in list(self._connections.items()):
+            if node in follower.connections and (out := follower.take_output(node)):
+                connection.writer.write(out)
             if node not in self._reads:
-                self._reads[node] = asyncio.create_task(pipe.reader.read(READ), name=f"read-{node}")
-        self._mind_patience()
+                self._reads[node] = asyncio.create_task(connection.reader.read(READ), name=f"read-{node}")
+        follower.check_patience(time.monotonic(), self._patience, timeout=self._bucket.timeout)
         due = self._reader.save_due()
         if due is not None and due <= time.monotonic():
             self._reader.save(time.monotonic())
             due = None
         await self._wait(due)
 
-    async def _open(self, node: Node) -> Pipe:
+    async def _open(self, node: NodeAddress) -> StreamingConnection:
         async with asyncio.timeout(CONNECT):
-            return await open_pipe(self._home.access, node)
+            return await open_streaming(self._bucket.access, node)
 
     async def _wait(self, due: float | None) -> None:
         times = [at for at in (due, self._reader.follower.wakes_at()) if at is not None]
@@ -195,16 +195,16 @@ class Feed(Generic[T]):
                 del self._reads[node]
                 self._read(node, task)
 
-    def _opened(self, node: Node, task: asyncio.Task[Pipe]) -> None:
+    def _opened(self, node: NodeAddress, task: asyncio.Task[StreamingConnection]) -> None:
         follower = self._reader.follower
         try:
-            self._pipes[node] = task.result()
-        except (Unreachable, Busy, TemporaryFailure, TimeoutError) as error:
+            self._connections[node] = task.result()
+        except (*NOT_CONNECTED, TimeoutError) as error:
             follower.failed(node, time.monotonic(), error)
         else:
             follower.opened(node, time.monotonic())
 
-    def _read(self, node: Node, task: asyncio.Task[bytes]) -> None:
+    def _read(self, node: NodeAddress, task: asyncio.Task[bytes]) -> None:
         try:
             data = task.result()
         except OSError as error:
@@ -215,31 +215,27 @@ class Feed(Generic[T]):
             return
         self._arrived.append((node, data))
 
-    def _lost(self, node: Node, why: object) -> None:
+    def _lost(self, node: NodeAddress, why: object) -> None:
         self._forget(node)
         self._reader.follower.failed(node, time.monotonic(), why)
 
-    def _forget(self, node: Node) -> None:
+    def _forget(self, node: NodeAddress) -> None:
         self._arrived = [(of, data) for of, data in self._arrived if of != node]
-        pipe = self._pipes.pop(node, None)
-        if pipe is not None:
-            pipe.close()
+        connection = self._connections.pop(node, None)
+        if connection is not None:
+            connection.close()
         for task in (self._reads.pop(node, None), self._openings.pop(node, None)):
             if task is not None:
-                # Not waited for: to be cancelled here would leave things half forgotten.
+                # Not awaited: a cancellation here would leave the state inconsistent.
                 task.add_done_callback(_ignored)
                 task.cancel()
 
-    def _mind_patience(self) -> None:
-        if self._pipes or self._reader.follower.done:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
-        elif self._patience is not None and time.monotonic() - self._alone_since > self._patience:
-            raise TimedOut(f"no node could be reached for {self._patience:g} seconds; is one running?")
-
 
 def _ignored(task: asyncio.Task[Any]) -> None:
-    """What became of it is of no interest any more."""
-    if not task.cancelled() and task.exception() is None and isinstance(pipe := task.result(), Pipe):
-        pipe.close()
+    """Close the connection if it was opened after all."""
+    if (
+        not task.cancelled()
+        and task.exception() is None
+        and isinstance(connection := task.result(), StreamingConnection)
+    ):
+        connection.close()

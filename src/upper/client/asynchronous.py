@@ -1,6 +1,7 @@
-"""A bucket for asyncio: the same calls and the same changes, awaited.
+"""The asyncio bucket: the calls and changes of the blocking bucket, awaited.
 
-The calls, the plan and the follower are those of the blocking bucket; only what waits is different here.
+Calls of concurrent tasks share a connection per node and are in flight together. A task that is cancelled
+leaves the connection usable for the others.
 """
 
 from __future__ import annotations
@@ -8,24 +9,26 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from upper.client.async_feed import Feed
-from upper.client.bucket import address_of, portions, timeout_of, weight
-from upper.client.calls import Batch, Call, Copy, Item, Promoted, Stored, Text, fitting
-from upper.client.commands import Commands, as_bytes
+from upper.client.async_connection import PipelinedConnection, open_pipelined
+from upper.client.async_feed import AsyncFeed
+from upper.client.bulk import ColumnDecoder, require_arrow
+from upper.client.calls import Call, Exchange, Item, NewDeadline, Replies, Text, Wait
+from upper.client.copies import MAX_REQUESTS
 from upper.client.events import Event
-from upper.client.link import Answer
-from upper.client.pipes import Pipe, open_pipe
-from upper.client.plan import Plan, Wanted, Wishes, plan
-from upper.client.routes import Routes
-from upper.client.sockets import Access, tls_context
-from upper.client.url import Address, Node
-from upper.errors import RemoteProtocolError, TimedOut, Unreachable, UpperError
-from upper.model.values import FailoverLog, Partition, Seqno
-from upper.wire.codes import Opcode
+from upper.client.follow import Follower
+from upper.client.link import Answer, Purpose
+from upper.client.operations import BucketOperations
+from upper.client.plan import ChangesOptions, ChangesRequest, Plan, plan
+from upper.client.reader import Decoder, EventDecoder
+from upper.client.scan import KeyScan, groups, scan_dialect
+from upper.client.sockets import NOT_CONNECTED, ConnectOptions, connect_by, late, tls_context
+from upper.client.url import Address, NodeAddress, Secret, address_of
+from upper.errors import BucketClosed, TimedOut, Unreachable, UpperError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,25 +37,25 @@ T = TypeVar("T")
 
 
 def connect(
-    url: str,
+    url: str | None = None,
     *,
     timeout: float | None = None,
     tls: bool | ssl.SSLContext | None = None,
     user: str | None = None,
-    password: str | None = None,
+    password: Secret | None = None,
     name: str = "upper",
     patience: float = 0.0,
-) -> Bucket:
-    """A bucket, for asyncio: `async with connect(URL) as bucket`, or `bucket = await connect(URL)`.
+) -> AsyncBucket:
+    """Connect with asyncio: `async with connect(URL) as bucket`, or `bucket = await connect(URL)`.
 
-    A node must answer, or this fails; with `patience`, only after so many seconds of trying.
+    The arguments are those of `upper.connect`.
     """
     address = address_of(url, user=user, password=password)
-    return Bucket(address, timeout=timeout, tls=tls, name=name, patience=patience)
+    return AsyncBucket(address, timeout=timeout, tls=tls, name=name, patience=patience)
 
 
-class Bucket:
-    """Key-value calls and changes of one bucket, for asyncio. Calls go out one after the other."""
+class AsyncBucket(BucketOperations):
+    """Key-value calls and changes of one bucket, for asyncio."""
 
     def __init__(
         self,
@@ -63,16 +66,10 @@ class Bucket:
         name: str = "upper",
         patience: float = 0.0,
     ) -> None:
-        self.address = address
+        super().__init__(address, timeout=timeout)
         self._patience = patience
-        self.timeout = timeout_of(timeout, address)
-        self.access = Access(address, tls_context(address, tls), address.settings.get("name", name))
-        self._commands = Commands(address, random=random.random)
-        self._pipes: dict[tuple[Node, bool], Pipe] = {}
-        self._lock = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        return f"<bucket {self.address}>"
+        self.access = ConnectOptions(address, tls_context(address, tls), address.settings.get("name", name))
+        self._connections: dict[tuple[NodeAddress, Purpose], asyncio.Task[PipelinedConnection]] = {}
 
     def __await__(self) -> Any:
         return self.__aenter__().__await__()
@@ -88,165 +85,102 @@ class Bucket:
         await self.close()
 
     async def close(self) -> None:
-        for which in list(self._pipes):
-            await self._drop(which)
-
-    # ── The map ───────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def routes(self) -> Routes:
-        return self._commands.routes
-
-    @property
-    def partitions(self) -> int:
-        return self._commands.routes.partitions
-
-    def partition_of(self, key: Text) -> Partition:
-        return self._commands.routes.partition_of(as_bytes(key))
-
-    async def learn(self) -> Routes:
-        return await self._run(self._commands.learn())
-
-    # ── One key; see the blocking bucket for what each does ───────────────────────────────────────
-
-    async def get(self, key: Text) -> Item:
-        return await self._run(self._commands.get(key))
-
-    async def set(self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0) -> Stored:
-        call = self._commands.store(Opcode.SET, key, value, expiry=expiry, flags=flags, cas=cas)
-        return await self._run(call)
-
-    async def add(self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0) -> Stored:
-        return await self._run(self._commands.store(Opcode.ADD, key, value, expiry=expiry, flags=flags))
-
-    async def replace(
-        self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0
-    ) -> Stored:
-        call = self._commands.store(Opcode.REPLACE, key, value, expiry=expiry, flags=flags, cas=cas)
-        return await self._run(call)
-
-    async def append(self, key: Text, value: Text, *, cas: int = 0) -> Stored:
-        return await self._run(self._commands.extend(Opcode.APPEND, key, value, cas=cas))
-
-    async def prepend(self, key: Text, value: Text, *, cas: int = 0) -> Stored:
-        return await self._run(self._commands.extend(Opcode.PREPEND, key, value, cas=cas))
-
-    async def delete(self, key: Text, *, cas: int = 0) -> Stored:
-        return await self._run(self._commands.delete(key, cas=cas))
-
-    async def touch(self, key: Text, expiry: int) -> Stored:
-        return await self._run(self._commands.touch(key, expiry))
-
-    async def get_and_touch(self, key: Text, expiry: int) -> Item:
-        return await self._run(self._commands.get_and_touch(key, expiry))
-
-    async def get_and_lock(self, key: Text, seconds: int = 15) -> Item:
-        return await self._run(self._commands.get_and_lock(key, seconds))
-
-    async def unlock(self, key: Text, cas: int) -> None:
-        await self._run(self._commands.unlock(key, cas))
-
-    async def incr(self, key: Text, by: int = 1, *, initial: int | None = None, expiry: int = 0) -> int:
-        return await self._run(
-            self._commands.count(Opcode.INCREMENT, key, by, initial=initial, expiry=expiry)
-        )
-
-    async def decr(self, key: Text, by: int = 1, *, initial: int | None = None, expiry: int = 0) -> int:
-        return await self._run(
-            self._commands.count(Opcode.DECREMENT, key, by, initial=initial, expiry=expiry)
-        )
-
-    # ── Many keys, pipelined ──────────────────────────────────────────────────────────────────────
-
-    async def get_many(self, keys: Iterable[Text]) -> dict[bytes, Item]:
-        found: dict[bytes, Item] = {}
-        for some in portions(keys):
-            found |= await self._run(self._commands.get_many(some))
-        return found
-
-    async def set_many(
-        self, items: Mapping[Any, Text] | Iterable[tuple[Text, Text]], *, expiry: int = 0, flags: int = 0
-    ) -> list[Stored]:
-        pairs = items.items() if isinstance(items, Mapping) else items
-        stored: list[Stored] = []
-        for some in portions(pairs, weight):
-            stored += await self._run(self._commands.set_many(some, expiry=expiry, flags=flags))
-        return stored
-
-    async def delete_many(self, keys: Iterable[Text]) -> int:
-        return sum([await self._run(self._commands.delete_many(some)) for some in portions(keys)])
-
-    async def copy_many(self, copies: Iterable[Copy], *, force: bool = False) -> list[bool]:
-        written: list[bool] = []
-        for some in portions(copies, lambda copy: len(copy.value or b"")):
-            written += await self._run(self._commands.copy_many(some, force=force))
-        return written
-
-    # ── Nodes and partitions ──────────────────────────────────────────────────────────────────────
-
-    async def stats(self, group: str = "") -> dict[Node, dict[str, str]]:
-        return await self._run(self._commands.stats(group))
-
-    async def seqnos(self) -> dict[Partition, Seqno]:
-        return await self._run(self._commands.seqnos())
-
-    async def failover_log(self, partition: int) -> FailoverLog:
-        return (await self.failover_logs([partition]))[Partition(partition)]
-
-    async def failover_logs(self, partitions: Iterable[int] | None = None) -> dict[Partition, FailoverLog]:
-        wanted = None if partitions is None else [Partition(p) for p in partitions]
-        return await self._run(self._commands.failover_logs(wanted))
-
-    async def promote(self, partition: int, *, to: int | None = None) -> Promoted:
-        back = None if to is None else Seqno(to)
-        return await self._run(self._commands.promote(Partition(partition), to=back))
-
-    async def flush(self) -> None:
-        await self._run(self._commands.flush())
+        """Close the connections. Later calls raise BucketClosed; feeds are closed by their own `aclose`."""
+        self._closed = True
+        while self._connections:
+            _, opening = self._connections.popitem()
+            _discard(opening)
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 
-    def changes(self, *, patience: float | None = None, **wanted: Unpack[Wishes]) -> Feed[Event]:
-        """Every change, as events: `async for`. `on_rollback` may await."""
-        return Feed(self, Wanted(**wanted), columns=False, patience=patience)
+    def changes(
+        self, *, patience: float | None = None, **options: Unpack[ChangesOptions]
+    ) -> AsyncFeed[Event]:
+        """Every change, as events: `async for`. The options are those of `Bucket.changes`; a function given
+        as `on_rollback` may be a coroutine function."""
+        return self._feed(EventDecoder, options, patience=patience)
 
     def changes_arrow(
-        self, *, patience: float | None = None, **wanted: Unpack[Wishes]
-    ) -> Feed[pyarrow.RecordBatch]:
-        """The same as Arrow record batches, in bulk."""
-        return Feed(self, Wanted(**wanted), columns=True, patience=patience)
+        self, *, patience: float | None = None, **options: Unpack[ChangesOptions]
+    ) -> AsyncFeed[pyarrow.RecordBatch]:
+        """The same as Arrow record batches."""
+        require_arrow()
+        return self._feed(ColumnDecoder, options, patience=patience)
 
-    async def plan(self, wanted: Wanted) -> Plan:
-        address = self.address
-        return await self._run(
-            plan(wanted, self._commands, dialect=address.dialect, bucket=address.bucket, random=random.random)
-        )
+    def _feed(
+        self,
+        decoder: Callable[[Follower], Decoder[T]],
+        options: ChangesOptions,
+        *,
+        patience: float | None = None,
+        dialect: str | None = None,
+    ) -> AsyncFeed[T]:
+        request, address = ChangesRequest(**options), self.address
+
+        async def prepare() -> Plan:
+            return await self._run(
+                plan(
+                    request,
+                    self._commands,
+                    dialect=dialect or address.dialect,
+                    bucket=address.bucket,
+                    random=random.random,
+                )
+            )
+
+        return AsyncFeed(self, request, prepare, decoder, patience=patience)
+
+    # ── Keys ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def keys(self, prefix: Text = b"") -> AsyncIterator[bytes]:
+        """The keys that begin with `prefix`, partition by partition; needs the role that reads streams."""
+        for partitions in groups(self.partitions):
+            scan = KeyScan(partitions, prefix)
+            dialect = scan_dialect(self.address.dialect)
+            async with self._feed(EventDecoder, scan.options, dialect=dialect) as feed:
+                async for event in feed:
+                    scan.take(event)
+            for key in scan.keys(time.time()):
+                yield key
+
+    async def scan(self, prefix: Text = b"") -> AsyncIterator[tuple[bytes, Item]]:
+        """The items whose keys begin with `prefix`, as pairs of key and item."""
+        some: list[bytes] = []
+        async for key in self.keys(prefix):
+            some.append(key)
+            if len(some) == MAX_REQUESTS:
+                for pair in (await self.get_many(some)).items():
+                    yield pair
+                some = []
+        for pair in (await self.get_many(some)).items():
+            yield pair
 
     # ── The driver ────────────────────────────────────────────────────────────────────────────────
 
     async def _run(self, call: Call[T], timeout: float = 0.0) -> T:
-        async with self._lock:
-            try:
-                async with asyncio.timeout(timeout or self.timeout):
-                    return await self._carry_out(call)
-            except TimeoutError:
-                await self.close()  # answers that are still to come would be taken for others
-                raise TimedOut("the call took longer than its timeout; try again, or give it more") from None
-            except asyncio.CancelledError:
-                await self.close()
-                raise
-
-    async def _carry_out(self, call: Call[T]) -> T:
-        call = fitting(call)
+        """Perform a call: exchange its packets, wait its waits, and end it at the deadline."""
+        if self._closed:
+            raise BucketClosed("this bucket is closed; connect again")
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (timeout or self.timeout)
         try:
             effect = next(call)
             while True:
+                result: object = None
                 try:
-                    result: object = None
-                    if isinstance(effect, Batch):
-                        result = await self._exchange(effect)
-                    else:
-                        await asyncio.sleep(effect.seconds)
+                    match effect:
+                        case Exchange():
+                            left = max(0.0, deadline - clock())
+                            within = clock() + min(left * effect.share, effect.most)
+                            result = await self._exchange(effect, within)
+                        case Wait(seconds):
+                            if seconds >= deadline - clock():
+                                raise TimedOut(
+                                    "the call exceeded its timeout; try again, or give it more time"
+                                )
+                            await asyncio.sleep(seconds)
+                        case NewDeadline(seconds):
+                            deadline = clock() + max(timeout or self.timeout, seconds)
                 except UpperError as error:
                     effect = call.throw(error)
                 else:
@@ -255,33 +189,88 @@ class Bucket:
             value: T = stop.value
             return value
 
-    async def _exchange(self, batch: Batch) -> dict[Node, list[Answer]]:
-        results: dict[Node, list[Answer]] = {}
+    async def _exchange(self, exchange: Exchange, deadline: float) -> Replies:
+        """Send all requests and return all responses. A node that fails leaves the others undisturbed."""
+        answers: dict[NodeAddress, list[Answer]] = {node: [] for node in exchange.packets}
+        work = [
+            self._exchange_with(node, packets, exchange.purpose, answers[node], deadline)
+            for node, packets in exchange.packets.items()
+        ]
+        outcomes = [await work[0]] if len(work) == 1 else await asyncio.gather(*work)
+        failures = {n: error for n, error in zip(answers, outcomes, strict=True) if error is not None}
+        return Replies(answers, failures)
 
-        async def one(node: Node, packets: list[bytes]) -> None:
-            which = (node, batch.tokens)
-            pipe = self._pipes.get(which)
-            if pipe is None or pipe.reader.at_eof():
-                pipe = self._pipes[which] = await open_pipe(self.access, node, tokens=batch.tokens)
+    async def _exchange_with(
+        self,
+        node: NodeAddress,
+        packets: Sequence[bytes],
+        purpose: Purpose,
+        answers: list[Answer],
+        deadline: float,
+    ) -> UpperError | None:
+        """Append the responses of one node, or return why some are missing."""
+        connection = self._opened((node, purpose))
+        if connection is None:
             try:
-                results[node] = await pipe.exchange(b"".join(packets), len(packets))
-            except OSError as error:
-                await self._drop(which)
-                raise Unreachable(
-                    f"the connection was lost ({error}); what was under way may have happened or not"
-                ) from None
-            except RemoteProtocolError:
-                await self._drop(which)
-                raise
+                async with asyncio.timeout_at(connect_by(deadline)):
+                    connection = await self._open((node, purpose))
+            except TimeoutError:
+                error = TimedOut(f"{node} did not accept a connection in time; is a node running there?")
+                self._drop((node, purpose), error)
+                return error
+            except NOT_CONNECTED as refused:
+                return refused
+        try:
+            async with asyncio.timeout_at(deadline):
+                await connection.exchange(b"".join(packets), len(packets), answers)
+        except TimeoutError:
+            error = late(node)
+            self._drop((node, purpose), error)
+            return error
+        except Unreachable as broken:
+            return broken
+        return None
 
-        # All of them are waited for, also when one fails: what the others answered is read off their pipes.
-        asked = (one(node, list(packets)) for node, packets in batch.packets.items())
-        for outcome in await asyncio.gather(*asked, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return results
+    def _opened(self, which: tuple[NodeAddress, Purpose]) -> PipelinedConnection | None:
+        """The open connection, if there is one."""
+        opening = self._connections.get(which)
+        if opening is None or not opening.done():
+            return None
+        if opening.cancelled() or opening.exception() is not None or opening.result().closed:
+            del self._connections[which]
+            return None
+        return opening.result()
 
-    async def _drop(self, which: tuple[Node, bool]) -> None:
-        pipe = self._pipes.pop(which, None)
-        if pipe is not None:
-            pipe.close()
+    async def _open(self, which: tuple[NodeAddress, Purpose]) -> PipelinedConnection:
+        """A new connection, which concurrent calls share."""
+        node, purpose = which
+        opening = self._connections.get(which)
+        if opening is None:
+            opening = self._connections[which] = asyncio.create_task(
+                open_pipelined(self.access, node, purpose=purpose), name=f"open-{node}"
+            )
+        try:
+            return await asyncio.shield(opening)
+        except UpperError:
+            if self._connections.get(which) is opening:
+                del self._connections[which]
+            raise
+
+    def _drop(self, which: tuple[NodeAddress, Purpose], error: UpperError) -> None:
+        opening = self._connections.pop(which, None)
+        if opening is not None:
+            _discard(opening, error)
+
+
+def _discard(opening: asyncio.Task[PipelinedConnection], error: UpperError | None = None) -> None:
+    """Close a connection, or stop opening it."""
+
+    def close(task: asyncio.Task[PipelinedConnection]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            task.result().close(error)
+
+    if opening.done():
+        close(opening)
+    else:
+        opening.add_done_callback(close)
+        opening.cancel()

@@ -1,6 +1,6 @@
-"""How long to wait before the next try: longer each time, up to a bound, and never in step with others.
+"""Waits between retries: they grow up to a bound, and are randomised so that clients do not retry in step.
 
-The random number comes from outside, so a test knows every wait in advance.
+The random numbers are a parameter, so a test can compute every wait in advance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class BackoffSettings:
 
 
 class Backoff:
-    """The waits of one thing that is tried again and again; `reset` when it worked."""
+    """The waits between retries of one thing; `reset` after a success."""
 
     def __init__(self, settings: BackoffSettings, random: Callable[[], float]) -> None:
         self._settings, self._random = settings, random

@@ -1,86 +1,139 @@
-"""Changes as columns: from the bytes of a connection to Arrow record batches, without an object a change.
+"""Changes as columns: from the bytes of a connection to Arrow record batches, without an object per change.
 
-The kernel scans whole packets and notes the last seqno of each stream; only what is not a change is looked at
-one by one. Rows come in the order of the stream, in the kernel's schema. A flush and a rollback are rows of
-their own, with null where an item would be: `flush` stands at its own seqno, `rollback` names the seqno to go
-back to and the branch that follows.
+The kernel scans whole packets and returns the last seqno of each stream; only messages that are not changes
+are decoded one by one. Rows are in stream order, in the kernel's schema. A flush and a rollback are rows of
+their own without key and value: `flush` has its own seqno, `rollback` the seqno to go back to and the
+branch that follows.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
 
 from upper import kernel
 from upper.client.events import Change as EventChange
 from upper.client.events import Deletion, Event, Expiration, Flush, Mutation, Rollback
-from upper.client.follow import Follower, Wire
-from upper.client.url import Node
-from upper.errors import RemoteProtocolError
+from upper.client.follow import Follower
+from upper.client.stream_connection import StreamConnection
+from upper.client.url import NodeAddress
+from upper.errors import NotInstalled, RemoteProtocolError
 from upper.kernel.arrow import schema as change_schema
 from upper.model import messages
-from upper.model.messages import FailoverLogAnswer, Message, SnapshotEnd, SnapshotMarker, StreamAccepted
+from upper.model.messages import (
+    FailoverLogAnswer,
+    Message,
+    SnapshotEndMessage,
+    SnapshotMarker,
+    StreamAccepted,
+)
 from upper.model.values import Partition, Seqno
+from upper.record.change import packet_end
+from upper.record.layout import AT_CAS, AT_OPAQUE, AT_OPCODE, REQUEST, U32
 from upper.wire.codes import Side
-from upper.wire.packet import HEADER_SIZE, REQUEST
+from upper.wire.table import Dialect
 from upper.wire.upr import UPR
 
 if TYPE_CHECKING:
     import pyarrow
 
-STREAM_REQUEST, STREAM_END, SNAPSHOT_START, SNAPSHOT_END = 0x50, 0x53, 0x54, 0x55
-FLUSH, SET_STATE, NOOP = 0x59, 0x5A, 0x5C
-SEQNO_ADVANCED = 0x64
-AFTER_CHANGES = (STREAM_END, FLUSH, SET_STATE, SEQNO_ADVANCED)  # what a lane hears after its changes
-
-__all__ = ["Columns", "change_schema", "record_of"]
+__all__ = ["ColumnDecoder", "change_schema", "record_of", "require_arrow"]
 
 
-class Columns:
-    """The bulk reader of a follower. Its lanes are in step with what it has yielded."""
+def require_arrow() -> None:
+    """Raise NotInstalled where Arrow is missing."""
+    if find_spec("pyarrow") is None or find_spec("numpy") is None:
+        raise NotInstalled("changes as columns need Arrow; install it with: pip install 'upper-kv[arrow]'")
+
+
+class _Opcodes(NamedTuple):
+    """The opcodes of messages that are not changes, in one dialect; -1 for those that it lacks."""
+
+    stream_request: int
+    stream_end: int
+    snapshot_start: int
+    snapshot_end: int
+    set_state: int
+    noop: int
+    seqno_advanced: int
+    flush: int
+
+    @classmethod
+    def of(cls, dialect: Dialect) -> _Opcodes:
+        kinds = (
+            messages.StreamRequest,
+            messages.StreamEnd,
+            messages.SnapshotMarker,
+            messages.SnapshotEndMessage,
+            messages.SetState,
+            messages.Noop,
+            messages.SeqnoAdvanced,
+            messages.FlushMessage,
+        )
+        return cls(*(dialect.opcode(kind) if dialect.rows.get(kind) else -1 for kind in kinds))
+
+    @property
+    def markers(self) -> tuple[int, int]:
+        return self.snapshot_start, self.snapshot_end
+
+    @property
+    def after_changes(self) -> tuple[int, ...]:
+        """Messages at which a consumer must have counted the changes before; with bounds, markers too."""
+        bounded = () if self.snapshot_end >= 0 else (self.snapshot_start,)
+        return (self.stream_end, self.flush, self.set_state, self.seqno_advanced, *bounded)
+
+
+class ColumnDecoder:
+    """Decodes for a follower. Its consumers have counted exactly what was yielded."""
 
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
-        slots = max(follower.lanes, default=0) + 1
-        # By opaque: the last seqno that the kernel saw and the lane has not heard of; 0 for none.
+        self._shipped = follower.dialect.shipped_records
+        self._opcodes = _Opcodes.of(follower.dialect)
+        slots = max(follower.consumers, default=0) + 1
+        # By opaque: the last seqno that the kernel found and the consumer has not counted; 0 for none.
         self._seqnos = array("Q", bytes(8 * slots))
         self._branches = array("Q", bytes(8 * slots))
-        self._starts = {p: SnapshotMarker(partition=p) for p in follower.lanes}
-        self._ends = {p: SnapshotEnd(partition=p) for p in follower.lanes}
+        self._starts = {p: SnapshotMarker(partition=p) for p in follower.consumers}
+        self._ends = {p: SnapshotEndMessage(partition=p) for p in follower.consumers}
         self._inside: set[Partition] = set()
-        self._touched: set[Partition] = set()  # partitions whose consistent place has moved
+        self._touched: set[Partition] = set()  # partitions whose position has moved
         self.rows = 0
-        self.settled = True  # whether everything that the lanes know of has been yielded
+        self.settled = True  # whether everything that the consumers have counted has been yielded
 
-    def received(self, node: Node, data: bytes, now: float) -> Iterator[pyarrow.RecordBatch | Rollback]:
+    def received(
+        self, node: NodeAddress, data: bytes, now: float
+    ) -> Iterator[pyarrow.RecordBatch | Rollback]:
         """Bytes of a connection as batches. A rollback is yielded as its event; `row` makes it one."""
         follower = self._follower
-        wire = follower.wires[node]
-        follower.count(wire, data, now)
-        if follower.dialect.name != "upr":
-            yield from self._typed(node, wire, data, now)
+        connection = follower.connections[node]
+        follower.count(connection, data, now)
+        codes, markers, after_changes = self._opcodes, self._opcodes.markers, self._opcodes.after_changes
+        if not (self._shipped or follower.dialect.stored_records):
+            yield from self._typed(node, connection, data, now)
             return
-        data = wire.frames.collect(data)
-        end, _, others = kernel.scan(data, 0, self._seqnos)
+        data = connection.frames.feed(data)
+        end, _, others = kernel.scan(data, 0, self._seqnos, dcp=self._shipped)
         self.settled = False
         by_parts = self._by_parts(data, others)
         if by_parts:
-            # Where a lane stood at a message in here is known only by stopping there.
+            # The position of a consumer at a message in here is known only by stopping there.
             self._seqnos = array("Q", bytes(8 * len(self._seqnos)))
         answers = 0
-        start = at = 0  # rows from `start` on have not been yielded; the lanes know of everything before `at`
+        start = at = 0  # rows from `start` on have not been yielded; consumers have counted up to `at`
         view = memoryview(data)
         for other in others:
             if by_parts and other > at:
-                kernel.scan(view[:other], at, self._seqnos)
-            at = other + HEADER_SIZE + int.from_bytes(data[other + 8 : other + 12], "big")
-            magic, opcode = data[other], data[other + 1]
-            opaque = int.from_bytes(data[other + 12 : other + 16], "big")
-            if magic == REQUEST and opcode in (SNAPSHOT_START, SNAPSHOT_END):
+                kernel.scan(view[:other], at, self._seqnos, dcp=self._shipped)
+            at = packet_end(data, other)
+            magic, opcode = data[other], data[other + AT_OPCODE]
+            opaque = U32.unpack_from(data, other + AT_OPAQUE)[0]
+            if magic == REQUEST and opcode in markers and not self._shipped:
                 self._marker(opcode, opaque)
                 continue
-            if magic != REQUEST or opcode == NOOP:
+            if magic != REQUEST or opcode == codes.noop:
                 answers += at - other
             message = follower.dialect.decode(data[other:at], by=Side.SERVER)
             if self._breaks(message):
@@ -89,66 +142,77 @@ class Columns:
                     yield from self._decoded(data, start, other)
                 start = at
                 if by_parts and isinstance(message, StreamAccepted):
-                    # It may cost us the connection: then everybody stands where they stand now.
+                    # It may end the connection: then every consumer keeps its present position.
                     self._move_inside()
-            if magic == REQUEST and opcode in AFTER_CHANGES and opaque < len(self._seqnos):
+            if magic == REQUEST and opcode in after_changes and opaque < len(self._seqnos):
                 self._move(Partition(opaque))
-            told = follower.on_message(node, message, now)
+            produced = follower.on_message(node, message, now)
+            if isinstance(message, SnapshotMarker):
+                self._inside.add(message.partition)
             if isinstance(message, StreamAccepted):
-                self._branches[opaque] = follower.lanes[Partition(opaque)].stream.branch
-            for event in told:
+                self._branches[opaque] = follower.consumers[Partition(opaque)].stream.branch
+            for event in produced:
                 self._touched.add(event.partition)
                 if isinstance(event, Rollback):
                     yield event
                 elif isinstance(event, Flush):
                     yield self.row(event)
-            if follower.wires.get(node) is not wire:
-                # Done, or dropped: what came before still counts, and nothing that follows.
+            if follower.connections.get(node) is not connection:
+                # Finished, or dropped: what came before counts, and nothing that follows.
                 end = other
                 break
         else:
             if by_parts and end > at:
-                kernel.scan(view[:end], at, self._seqnos)
-            wire.frames.streamed(end - answers)
-            wire.frames.keep(data, end)
-        self._move_inside()  # should the connection end here, this is where we stand
+                kernel.scan(view[:end], at, self._seqnos, dcp=self._shipped)
+            connection.frames.streamed(end - answers)
+            connection.frames.keep(data, end)
+        self._move_inside()  # the position to resume from, should the connection end here
         if end > start:
             yield from self._decoded(data, start, end)
         self.settled = True
 
     def _by_parts(self, data: bytes, others: list[int]) -> bool:
-        """Whether changes may stand on both sides of a message that they must be told apart by."""
+        """Whether there may be changes on both sides of a message that separates them.
+
+        With bounds every marker is one: the change before it ended a snapshot.
+        """
+        if self._shipped:
+            return bool(others)
+        codes = self._opcodes
         seen: set[bytes] = set()
         for other in others:
-            opcode, opaque = data[other + 1], data[other + 12 : other + 16]
+            opcode, opaque = data[other + AT_OPCODE], data[other + AT_OPAQUE : other + AT_CAS]
             if data[other] != REQUEST:
-                if opcode == STREAM_REQUEST and self._inside:
-                    # Of a lane inside a snapshot: if the history has branched, nothing after this counts.
-                    lane = self._follower.lanes.get(Partition(int.from_bytes(opaque, "big")))
-                    if lane is not None and lane.stream.seqno != lane.stream.consistent_at:
+                if opcode == codes.stream_request and self._inside:
+                    # Of a consumer inside a snapshot: if the history has branched, nothing after this counts.
+                    consumer = self._follower.consumers.get(Partition(int.from_bytes(opaque, "big")))
+                    if consumer is not None and consumer.stream.seqno != consumer.stream.consistent_at:
                         return True
-            elif opcode == SNAPSHOT_START:
+            elif opcode == codes.snapshot_start:
                 if opaque in seen:
                     return True
                 seen.add(opaque)
-            elif opcode in (SNAPSHOT_END, STREAM_END, FLUSH):
+            elif opcode in (codes.snapshot_end, codes.stream_end, codes.flush):
                 seen.add(opaque)
-            elif opcode in (SET_STATE, SEQNO_ADVANCED):
+            elif opcode in (codes.set_state, codes.seqno_advanced):
                 return True
         return False
 
     def _move_inside(self) -> None:
-        for partition in self._inside:
+        for partition in tuple(self._inside):
             self._move(partition)
 
     def _move(self, partition: Partition) -> None:
-        """Tell a lane of the changes that the kernel has seen and it has not heard of."""
+        """Let a consumer count the changes that the kernel has found."""
         if seqno := self._seqnos[partition]:
             self._seqnos[partition] = 0
-            self._follower.lanes[partition].moved(Seqno(seqno))
+            if self._follower.consumers[partition].moved(Seqno(seqno)):
+                # With bounds the last change of a snapshot ends it.
+                self._inside.discard(partition)
+                self._touched.add(partition)
 
     def touched(self, _: object) -> set[Partition]:
-        """Partitions whose consistent place has moved since this was last asked."""
+        """Partitions whose position has moved since the last call."""
         touched, self._touched = self._touched, set()
         return touched
 
@@ -167,40 +231,43 @@ class Columns:
         return pa.RecordBatch.from_arrays(arrays, schema=change_schema())
 
     def _decoded(self, data: bytes, start: int, end: int) -> Iterator[pyarrow.RecordBatch]:
+        if self._shipped:
+            data = b"".join(kernel.records(data, start, end, dcp=True))
+            start, end = 0, len(data)
         batch = kernel.to_arrow(data, start, end, self._branches)
         if batch.num_rows:
             self.rows += batch.num_rows
             yield batch
 
     def _marker(self, opcode: int, opaque: int) -> None:
-        lane = self._follower.lanes.get(Partition(opaque))
-        if lane is None:
+        consumer = self._follower.consumers.get(Partition(opaque))
+        if consumer is None:
             raise RemoteProtocolError(f"a snapshot of stream {opaque} came, which was never asked for")
-        if opcode == SNAPSHOT_START:
-            lane.stream.on(self._starts[lane.partition])
-            self._inside.add(lane.partition)
+        if opcode == self._opcodes.snapshot_start:
+            consumer.stream.on(self._starts[consumer.partition])
+            self._inside.add(consumer.partition)
             return
-        self._move(lane.partition)
-        lane.stream.on(self._ends[lane.partition])
-        self._inside.discard(lane.partition)
-        self._touched.add(lane.partition)
+        self._move(consumer.partition)
+        consumer.stream.on(self._ends[consumer.partition])
+        self._inside.discard(consumer.partition)
+        self._touched.add(consumer.partition)
 
     def _breaks(self, message: Message) -> bool:
-        """Whether rows before this message cannot stand in one batch with rows after it."""
+        """Whether rows before this message and rows after it need separate batches."""
         if isinstance(message, StreamAccepted) and message.versions and message.opaque < len(self._branches):
             return self._branches[message.opaque] not in (0, message.versions[0].branch)
-        return isinstance(message, messages.Flush | FailoverLogAnswer)
+        return isinstance(message, messages.FlushMessage | FailoverLogAnswer)
 
     def _typed(
-        self, node: Node, wire: Wire, data: bytes, now: float
+        self, node: NodeAddress, connection: StreamConnection, data: bytes, now: float
     ) -> Iterator[pyarrow.RecordBatch | Rollback]:
-        """Other dialects: their changes as messages, written again as records, for the kernel to decode."""
+        """Other dialects: changes are decoded to messages, and encoded as records for the kernel."""
         follower = self._follower
         records: list[bytes] = []
-        for item in wire.frames.typed(data, follower.lanes, follower.dialect):
-            told: list[Event]
-            told = follower.on_message(node, item[0], now) if isinstance(item, tuple) else [item]
-            for event in told:
+        for item in connection.frames.typed(data, follower.consumers, follower.dialect):
+            produced: list[Event]
+            produced = follower.on_message(node, item[0], now) if isinstance(item, tuple) else [item]
+            for event in produced:
                 if not isinstance(event, EventChange):
                     self._touched.add(event.partition)
                 if isinstance(event, Flush | Rollback):
@@ -210,9 +277,9 @@ class Columns:
                     records.append(record)
             if isinstance(item, tuple) and isinstance(item[0], StreamAccepted):
                 yield from self._flushed(records)
-                lane = follower.lanes[Partition(item[0].opaque)]
-                self._branches[lane.partition] = lane.stream.branch
-            if follower.wires.get(node) is not wire:
+                consumer = follower.consumers[Partition(item[0].opaque)]
+                self._branches[consumer.partition] = consumer.stream.branch
+            if follower.connections.get(node) is not connection:
                 break
         yield from self._flushed(records)
 
@@ -228,7 +295,7 @@ def record_of(event: Event) -> bytes | None:
     message: Message
     match event:
         case Mutation():
-            message = messages.Mutation(
+            message = messages.MutationMessage(
                 partition=event.partition,
                 key=event.key,
                 value=event.value,
@@ -238,9 +305,10 @@ def record_of(event: Event) -> bytes | None:
                 flags=event.flags,
                 expiration=event.expiration,
                 lock_time=event.lock_time,
+                data_type=event.data_type,
             )
         case Deletion() | Expiration():
-            kind = messages.Deletion if isinstance(event, Deletion) else messages.Expiration
+            kind = messages.DeletionMessage if isinstance(event, Deletion) else messages.ExpirationMessage
             message = kind(
                 partition=event.partition,
                 key=event.key,

@@ -1,31 +1,45 @@
-"""What passes between a call and its driver, and what a call gives to whoever made it.
+"""The interface between a call and its driver, and the values that calls take and return.
 
-A call is a generator: it yields a `Batch` of packets by node, or a `Wait`, and a driver sends back all
-answers, or throws in what went wrong.
+A call is a generator. It yields an effect (`Exchange`, `Wait` or `NewDeadline`); the driver performs it and
+sends back the responses, or throws in the error. So each call is written once for both drivers.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from upper.client.link import Answer
-from upper.client.url import Node
-from upper.errors import InvalidArguments, LocalProtocolError
+from upper.client.link import Answer, Purpose
+from upper.client.url import NodeAddress
+from upper.errors import InvalidArguments, UpperError
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno
 
 T = TypeVar("T")
 Text: TypeAlias = str | bytes
+MAX_KEY = 65535  # bytes: what the length field of a packet can express; a node may accept less
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Send these, and come back with every answer, in the order in which each node gave them."""
+class Exchange:
+    """Send these packets to each node and return `Replies`."""
 
-    packets: Mapping[Node, Sequence[bytes]]
-    tokens: bool = False  # writes shall say where they stand in history
+    packets: Mapping[NodeAddress, Sequence[bytes]]
+    purpose: Purpose = Purpose.REQUESTS
+    share: float = 1.0  # of the time that is left for the call
+    most: float = inf  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Replies:
+    """The outcome of an exchange: responses in the order in which each node sent them, and failures.
+
+    A node that failed may have sent some of its responses before.
+    """
+
+    answers: Mapping[NodeAddress, list[Answer]]
+    failures: Mapping[NodeAddress, UpperError]  # Unreachable, or a login that was refused for the moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +47,57 @@ class Wait:
     seconds: float
 
 
-Effect: TypeAlias = Batch | Wait
+@dataclass(frozen=True, slots=True)
+class NewDeadline:
+    """The next portion of the call may take the whole timeout again, and at least this long."""
+
+    seconds: float = 0.0
+
+
+Effect: TypeAlias = Exchange | Wait | NewDeadline
 Call: TypeAlias = Generator[Effect, Any, T]
-Answers: TypeAlias = Mapping[Node, list[Answer]]
-
-
-def fitting(call: Call[T]) -> Call[T]:
-    """The call; an argument that no packet has room for is refused with a sentence."""
-    try:
-        return (yield from call)
-    except (struct.error, LocalProtocolError) as error:
-        raise InvalidArguments(
-            f"a key or a number does not fit into a packet ({error}); use a smaller"
-        ) from None
 
 
 class Item(NamedTuple):
-    """What is stored under a key."""
+    """A value with its CAS and flags."""
 
     value: bytes
     cas: Cas
     flags: int = 0
 
 
+class Metadata(NamedTuple):
+    """What a node stores about a key besides its value."""
+
+    cas: Cas
+    revision: int
+    flags: int
+    expiration: int  # seconds since the epoch; 0: never
+    data_type: int
+    deleted: bool  # a tombstone: the key does not exist any more
+
+
 class Stored(NamedTuple):
-    """Proof of a write: its CAS and, of writes one by one, where it stands in the history."""
+    """The CAS of a write and, except from `set_many`, its branch, seqno and partition: its token."""
 
     cas: Cas
     branch: BranchId | None = None
     seqno: Seqno | None = None
+    partition: Partition | None = None
+
+
+class WriteCopies(NamedTuple):
+    """The copies that have a write."""
+
+    persisted: int  # nodes with it on disk, the active copy's among them
+    replicated: int  # replicas with it, on disk or not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A change to be written as it is, with the history it already has: what a replica writes.
+    """A change that `copy_many` writes to another bucket with its metadata.
 
-    Without a value it is a deletion. A node keeps what it has where that is newer.
+    Without a value it is a deletion, or with `expired` an expiration. `Copy.of(event)` makes one of an event.
     """
 
     key: bytes
@@ -76,13 +105,73 @@ class Copy:
     revision: int
     cas: Cas
     flags: int = 0
-    expiration: int = 0
+    expiration: int = 0  # seconds since the epoch
+    lock_time: int = 0  # seconds since the epoch at which the lock of the item ends
+    data_type: int = 0
+    expired: bool = False
+
+    def __post_init__(self) -> None:
+        for name, bits in (
+            ("revision", 64),
+            ("cas", 64),
+            ("flags", 32),
+            ("expiration", 32),
+            ("lock_time", 32),
+        ):
+            require_number(name, getattr(self, name), bits)
+        if self.expired and self.value is not None:
+            raise InvalidArguments("a copy with a value is a mutation; expired= is for one without")
+
+    @classmethod
+    def of(cls, change: Any) -> Copy:
+        """The copy of a `Mutation`, `Deletion` or `Expiration`."""
+        if change.operation == "mutation":
+            return cls(
+                key=change.key,
+                value=change.value,
+                revision=change.revision,
+                cas=change.cas,
+                flags=change.flags,
+                expiration=change.expiration,
+                lock_time=change.lock_time,
+                data_type=change.data_type,
+            )
+        expired = change.operation == "expiration"
+        return cls(key=change.key, value=None, revision=change.revision, cas=change.cas, expired=expired)
 
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """A branch that was made by hand: where the partition stood when it began, and the log that has it."""
+    """The result of `promote`: the seqno at which the new branch begins, and the log that lists it."""
 
     partition: Partition
     seqno: Seqno
     log: FailoverLog
+
+
+def require_number(name: str, value: object, bits: int) -> None:
+    """Reject an argument that is not a whole number of `bits` bits, by its name."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidArguments(f"{name} is a whole number, not {type(value).__name__}")
+    if not 0 <= value < 1 << bits:
+        raise InvalidArguments(f"{name} is {value}; give a number from 0 to 2^{bits} - 1")
+
+
+def as_bytes(text: Text) -> bytes:
+    if isinstance(text, str):
+        return text.encode()
+    if isinstance(text, bytes | bytearray | memoryview):
+        return bytes(text)
+    # bytes(5) would be five zeros.
+    raise TypeError(f"keys and values are str or bytes, not {type(text).__name__}; convert it first")
+
+
+def as_key(text: Text) -> bytes:
+    name = as_bytes(text)
+    if len(name) > MAX_KEY:
+        raise too_long(name)
+    return name
+
+
+def too_long(name: bytes) -> InvalidArguments:
+    return InvalidArguments(f"the key has {len(name)} bytes; use a key of at most {MAX_KEY}")

@@ -1,12 +1,12 @@
-"""Positions at rest: a file that is either the old one or the new one, whatever happens meanwhile.
+"""Saved positions, in a file that is replaced atomically.
 
-The file is one line of JSON, `{"checksum": ..., "positions": {...}}`. A save writes a second file
-beside it, syncs it, and renames it over the first; a crash leaves one of the two, whole. The
-checksum (SHA-256 over the positions, written without blanks and with sorted keys) turns a flipped
-bit into a clear error instead of a wrong place.
+The file is one line of JSON, `{"checksum": ..., "positions": {...}}`. A save writes a second file, syncs
+it, and renames it over the first; after a crash one of the two is there, complete. The checksum (SHA-256
+over the positions, written without blanks and with sorted keys) turns a damaged byte into an error instead
+of a wrong position.
 
-Anything with `load` and `save` will do in its stead: a row in the same transaction as the data it
-speaks of is the best checkpoint there is.
+Any object with `load` and `save` can replace it. A row in the same transaction as the data that depends
+on the positions is the safest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from upper.errors import BadCheckpoint
 
 @runtime_checkable
 class Store(Protocol):
-    """Somewhere to keep positions."""
+    """Where positions are saved."""
 
     def load(self) -> Positions | None:
-        """What was saved last; None where nothing ever was."""
+        """The positions saved last; None where none have been saved."""
         ...
 
     def save(self, positions: Positions, /) -> None:
-        """Keep these, in the place of what was there; when this returns they are safe."""
+        """Replace the saved positions; they are durable when this returns."""
         ...
 
 
@@ -52,7 +52,7 @@ class Checkpoint:
         except FileNotFoundError:
             if not self.path.parent.is_dir():
                 raise BadCheckpoint(
-                    f"checkpoint {self.path} has no directory; make {self.path.parent}, or name another"
+                    f"checkpoint {self.path} has no directory; create {self.path.parent}, or name another"
                 ) from None
             return None
         except OSError as error:
@@ -67,7 +67,8 @@ class Checkpoint:
     def save(self, positions: Positions, /) -> None:
         beside = self.path.with_name(self.path.name + ".new")
         try:
-            with open(beside, "wb") as file:
+            beside.unlink(missing_ok=True)  # left by a crash; a link there is not followed
+            with open(beside, "xb") as file:
                 file.write(to_bytes(positions))
                 file.flush()
                 os.fsync(file.fileno())
@@ -81,7 +82,7 @@ class Checkpoint:
         except OSError as error:
             raise BadCheckpoint(
                 f"checkpoint {self.path} cannot be written ({error.strerror}); "
-                "make room or make its directory writable: the last one saved still stands"
+                "free space or make its directory writable; the last checkpoint saved is intact"
             ) from None
 
 

@@ -1,169 +1,73 @@
-"""What each key-value call asks of the nodes, and what it makes of their answers. No I/O.
+"""What each key-value call sends, and what it returns. No I/O.
 
-A call is a generator: it yields a `Batch` of packets by node, or a `Wait`, and a driver sends back all
-answers, or throws in what went wrong. So a call is written once for both drivers. Opaques are the
-places of requests in a call; a partition that has moved is asked for again where the new map says.
+This is the one description of the calls of a bucket: `operations` gives each of them to the blocking and to
+the asyncio bucket, with these signatures and docstrings. Opaques are the indices of requests in a call.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
 from zlib import crc32
 
-from upper.client.backoff import Backoff, BackoffSettings
-from upper.client.calls import Answers, Batch, Call, Copy, Item, Promoted, Stored, Text, Wait
-from upper.client.link import Answer, nobody, refusal
-from upper.client.routes import Routes
-from upper.client.url import Address, Node
-from upper.errors import InvalidArguments, RemoteProtocolError, TimedOut, Unreachable, ValueTooLarge
-from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno, Version
+from upper.client.calls import (
+    MAX_KEY,
+    Call,
+    Copy,
+    Item,
+    Metadata,
+    NewDeadline,
+    Stored,
+    Text,
+    as_bytes,
+    as_key,
+    require_number,
+    too_long,
+)
+from upper.client.copies import (
+    MAX_IN_FLIGHT,
+    MAX_REQUESTS,
+    copy_requests,
+    row_portions,
+    row_requests,
+    too_large,
+)
+from upper.client.link import Answer, Purpose
+from upper.client.node_commands import NodeCommands, check
+from upper.client.refusals import refusal
+from upper.errors import InvalidArguments, KeyNotFound, RemoteProtocolError
+from upper.model.values import BranchId, Cas, Seqno
 from upper.wire.codes import Opcode, Status
-from upper.wire.packet import MAX_VALUE, REQUEST, pack
+from upper.wire.extras import (
+    COUNT,
+    EXPIRATION,
+    LOCK_TIME,
+    META,
+    STORE,
+    TOKEN,
+)
+from upper.wire.packet import HEADER, MAX_VALUE, REQUEST, pack
 
-FAILOVER_LOG = 0x51  # UPR's; a connection that asks it goes on to take key-value calls
-NEVER = 0xFFFFFFFF  # the expiration that makes a counter fail instead of creating it
+if TYPE_CHECKING:
+    import pyarrow
 
-_STORE = struct.Struct(">BBHBBHIIQII")
-_BARE = struct.Struct(">BBHBBHIIQ")
-_TOKEN = struct.Struct(">QQ")
-_READS = (Opcode.GET, Opcode.GET_META)
+MONTH = 30 * 86400  # seconds; nodes read a larger expiration as seconds since the epoch, as memcached does
+NEVER_CREATE = 0xFFFFFFFF  # the expiration with which a counter that does not exist is not created
+
+_STORE = STORE.request()
+_PURPOSES = dict.fromkeys((Opcode.GET, Opcode.GET_META), Purpose.REQUESTS)
+
+T = TypeVar("T")
 
 
-class Commands:
-    """The calls of one bucket, and the map they go by."""
+class Commands(NodeCommands):
+    """The calls of one bucket."""
 
-    def __init__(
-        self, address: Address, *, random: Callable[[], float], backoff: BackoffSettings | None = None
-    ) -> None:
-        self._address = address
-        self._random = random
-        self._backoff = backoff or BackoffSettings()
-        self._routes: Routes | None = None
+    clock: Callable[[], float] = staticmethod(time.time)
 
-    # ── The map ───────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def routes(self) -> Routes:
-        if self._routes is None:
-            raise Unreachable("no node has been asked for the map yet; connect first")
-        return self._routes
-
-    def learn(self) -> Call[Routes]:
-        """Ask the nodes for the map, those that are known first, until one answers."""
-        known = self._routes.nodes if self._routes else ()
-        failure: Unreachable | None = None
-        nodes = dict.fromkeys((*known, *self._address.nodes))
-        for node in nodes:
-            try:
-                answers: Answers = yield Batch({node: [pack(REQUEST, Opcode.GET_CLUSTER_CONFIG)]})
-            except TimedOut:
-                raise
-            except Unreachable as error:
-                failure = error
-                continue
-            answer = answers[node][0]
-            if answer.status:
-                raise refusal(answer)
-            return self.adopt(answer.value, asked=node)
-        if failure is None or len(nodes) == 1:
-            raise failure or Unreachable("the URL names no node that answers")
-        raise Unreachable(f"none of {', '.join(map(str, nodes))} can be reached; is a node running there?")
-
-    def adopt(self, data: bytes, *, asked: Node) -> Routes:
-        """Go by this map from now on, unless a newer one is known."""
-        routes = Routes.parse(data, asked=asked)
-        if self._routes is None or routes.revision >= self._routes.revision:
-            self._routes = routes
-        return self._routes
-
-    def patient_learn(self) -> Call[Routes]:
-        """The map, however long it takes; the driver's deadline ends it."""
-        backoff = Backoff(self._backoff, self._random)
-        while True:
-            try:
-                return (yield from self.learn())
-            except TimedOut:
-                raise
-            except Unreachable as error:
-                try:
-                    yield Wait(backoff.next())
-                except TimedOut:
-                    raise error from None
-
-    def spread(
-        self, requests: Sequence[tuple[Partition, bytes]], *, again: bool, tokens: bool = False
-    ) -> Call[list[Answer]]:
-        """Each request to the node that holds its partition; the answers in the order of the requests.
-
-        Opaques must be the indices. `again`: the requests may be sent a second time when a connection is
-        lost, because doing them twice does no harm.
-        """
-        if self._routes is None:
-            yield from self.patient_learn()
-        answers: list[Answer | None] = [None] * len(requests)
-        pending: Iterable[int] = range(len(requests))
-        backoff = Backoff(self._backoff, self._random)
-        while pending:
-            by_node, moved = self._by_node(requests, pending)
-            refused: Exception | None = nobody(requests[moved[0]][0]) if moved else None
-            try:
-                got: Answers = yield Batch(by_node, tokens)
-            except TimedOut:
-                raise
-            except Unreachable as error:
-                if not again:
-                    raise
-                moved, refused = list(pending), error
-            else:
-                for node, batch in got.items():
-                    for answer in batch:
-                        if answer.status == 0 and answer.opaque < len(answers):
-                            answers[answer.opaque] = answer
-                        elif answer.status == Status.NOT_MY_VBUCKET:
-                            moved.append(answer.opaque)
-                            if answer.value:
-                                self.adopt(answer.value, asked=node)
-                            refused = refused or refusal(answer, partition=requests[answer.opaque][0])
-                        elif answer.opaque < len(answers):
-                            answers[answer.opaque] = answer
-            if moved:
-                try:
-                    yield Wait(backoff.next())
-                    yield from self.learn()
-                except TimedOut:
-                    if refused is None:
-                        raise
-                    raise refused from None
-                except Unreachable:
-                    pass  # the next round meets the same, or better
-            pending = sorted(moved)
-        whole = [answer for answer in answers if answer is not None]
-        if len(whole) != len(requests):
-            raise RemoteProtocolError(
-                "a node left requests unanswered and answered others; it is not a node of ours"
-            )
-        return whole
-
-    def _by_node(
-        self, requests: Sequence[tuple[Partition, bytes]], pending: Iterable[int]
-    ) -> tuple[dict[Node, list[bytes]], list[int]]:
-        """The packets by the node that takes them, and the requests that nobody takes at the moment."""
-        nodes, owners = self.routes.nodes, self.routes.owners
-        portions: list[list[bytes]] = [[] for _ in nodes]
-        homeless = []
-        for index in pending:
-            partition, packet = requests[index]
-            owner = owners[partition]
-            if owner < 0:
-                homeless.append(index)
-            else:
-                portions[owner].append(packet)
-        by_node = {node: portion for node, portion in zip(nodes, portions, strict=True) if portion}
-        return by_node, homeless
-
-    def one(
+    def _one(
         self,
         key: Text,
         opcode: Opcode,
@@ -172,274 +76,353 @@ class Commands:
         extras: bytes = b"",
         value: bytes = b"",
         cas: int = 0,
+        wait: bool = True,
     ) -> Call[Answer]:
-        """One request about one key, and the answer, which is not a refusal."""
-        name = as_bytes(key)
-        if self._routes is None:
-            yield from self.patient_learn()
-        partition = self.routes.partition_of(name)
+        """One request about one key, and the response; a refusal is raised."""
+        name = as_key(key)
+        require_number("cas", cas, 64)
+        routes = yield from self.ready()
+        partition = routes.partition_of(name)
         packet = pack(REQUEST, opcode, key=name, extras=extras, value=value, cas=cas, vbucket=partition)
-        tokens = opcode not in _READS
-        (answer,) = yield from self.spread([(partition, packet)], again=again, tokens=tokens)
+        purpose = _PURPOSES.get(opcode, Purpose.TOKENS)
+        (answer,) = yield from self.spread([(partition, packet)], again=again, purpose=purpose, wait=wait)
         if answer.status:
-            raise refusal(answer, partition=partition)
+            raise refusal(answer, partition=partition, key=name)
         return answer
+
+    def _expiration(self, expiry: int) -> int:
+        return expiration_of(expiry, self.clock())
 
     # ── One key ───────────────────────────────────────────────────────────────────────────────────
 
     def get(self, key: Text) -> Call[Item]:
-        return _item((yield from self.one(key, Opcode.GET, again=True)))
+        """The item of a key; raises KeyNotFound."""
+        return _item((yield from self._one(key, Opcode.GET, again=True)))
 
-    def store(
-        self, opcode: Opcode, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0
+    def exists(self, key: Text) -> Call[bool]:
+        """Whether a key exists."""
+        try:
+            metadata = yield from self.metadata(key)
+        except KeyNotFound:
+            return False
+        return not metadata.deleted
+
+    def metadata(self, key: Text) -> Call[Metadata]:
+        """CAS, revision, flags, expiration and data type, also of a tombstone; raises KeyNotFound."""
+        answer = yield from self._one(key, Opcode.GET_META, again=True, extras=b"\x02")
+        if len(answer.extras) != META.size + 1:
+            raise RemoteProtocolError("the metadata of a key has the wrong length")
+        deleted, flags, expiration, revision = META.read(answer.extras)
+        return Metadata(Cas(answer.cas), revision, flags, expiration, answer.extras[-1], bool(deleted))
+
+    def ttl(self, key: Text) -> Call[int | None]:
+        """Seconds until a key expires, None where it does not; raises KeyNotFound."""
+        metadata = yield from self.metadata(key)
+        if metadata.deleted:
+            raise refusal(Answer(Opcode.GET_META, Status.KEY_NOT_FOUND, 0, 0, b"", b"", b""), key=as_key(key))
+        return max(0, metadata.expiration - int(self.clock())) if metadata.expiration else None
+
+    def _store(
+        self, opcode: Opcode, key: Text, value: Text, expiry: int, flags: int, cas: int = 0
     ) -> Call[Stored]:
-        extras = struct.pack(">II", flags, expiry)
+        require_number("flags", flags, 32)
+        extras = STORE.build(flags, self._expiration(expiry))
         again = opcode == Opcode.SET and not cas
-        return _stored(
-            (yield from self.one(key, opcode, again=again, extras=extras, value=as_value(value), cas=cas))
+        return self._stored(
+            key,
+            (yield from self._one(key, opcode, again=again, extras=extras, value=as_value(value), cas=cas)),
         )
 
-    def extend(self, opcode: Opcode, key: Text, value: Text, *, cas: int = 0) -> Call[Stored]:
-        """APPEND and PREPEND."""
-        return _stored((yield from self.one(key, opcode, again=False, value=as_value(value), cas=cas)))
+    def _stored(self, key: Text, answer: Answer) -> Stored:
+        if len(answer.extras) == TOKEN.size:
+            branch, seqno = TOKEN.read(answer.extras)
+            partition = self.routes.partition_of(as_key(key))
+            return Stored(Cas(answer.cas), BranchId(branch), Seqno(seqno), partition)
+        return Stored(Cas(answer.cas))
+
+    def set(self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0) -> Call[Stored]:
+        """Store a value. `expiry`: seconds from now. `cas`: only if the key has this CAS, else KeyExists."""
+        return self._store(Opcode.SET, key, value, expiry, flags, cas)
+
+    def add(self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0) -> Call[Stored]:
+        """Store a value under a key that does not exist; raises KeyExists."""
+        return self._store(Opcode.ADD, key, value, expiry, flags)
+
+    def replace(
+        self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0
+    ) -> Call[Stored]:
+        """Store a value under a key that exists; raises KeyNotFound."""
+        return self._store(Opcode.REPLACE, key, value, expiry, flags, cas)
+
+    def append(self, key: Text, value: Text, *, cas: int = 0) -> Call[Stored]:
+        """Add bytes to the end of a value; raises NotStored where the key does not exist."""
+        answer = yield from self._one(key, Opcode.APPEND, again=False, value=as_value(value), cas=cas)
+        return self._stored(key, answer)
+
+    def prepend(self, key: Text, value: Text, *, cas: int = 0) -> Call[Stored]:
+        """Add bytes to the beginning of a value; raises NotStored where the key does not exist."""
+        answer = yield from self._one(key, Opcode.PREPEND, again=False, value=as_value(value), cas=cas)
+        return self._stored(key, answer)
 
     def delete(self, key: Text, *, cas: int = 0) -> Call[Stored]:
-        return _stored((yield from self.one(key, Opcode.DELETE, again=False, cas=cas)))
+        """Delete a key; raises KeyNotFound."""
+        return self._stored(key, (yield from self._one(key, Opcode.DELETE, again=False, cas=cas)))
 
     def touch(self, key: Text, expiry: int) -> Call[Stored]:
-        return _stored((yield from self.one(key, Opcode.TOUCH, again=True, extras=struct.pack(">I", expiry))))
+        """Set the expiry of a key, in seconds from now; 0 removes it."""
+        extras = EXPIRATION.build(self._expiration(expiry))
+        return self._stored(key, (yield from self._one(key, Opcode.TOUCH, again=True, extras=extras)))
 
     def get_and_touch(self, key: Text, expiry: int) -> Call[Item]:
-        return _item((yield from self.one(key, Opcode.GAT, again=True, extras=struct.pack(">I", expiry))))
+        """The item of a key, whose expiry is set as `touch` does."""
+        extras = EXPIRATION.build(self._expiration(expiry))
+        return _item((yield from self._one(key, Opcode.GAT, again=True, extras=extras)))
 
-    def get_and_lock(self, key: Text, seconds: int) -> Call[Item]:
-        return _item(
-            (yield from self.one(key, Opcode.GET_LOCKED, again=False, extras=struct.pack(">I", seconds)))
-        )
+    def get_and_lock(self, key: Text, seconds: int = 15) -> Call[Item]:
+        """The item of a key, locked against other writers until a write with its CAS, `unlock` or the end."""
+        require_number("seconds", seconds, 32)
+        extras = LOCK_TIME.build(seconds)
+        return _item((yield from self._one(key, Opcode.GET_LOCKED, again=False, extras=extras)))
 
     def unlock(self, key: Text, cas: int) -> Call[None]:
-        yield from self.one(key, Opcode.UNLOCK_KEY, again=False, cas=cas)
+        """End the lock of a key, with the CAS that `get_and_lock` returned."""
+        # A key that is not locked is answered with "temporary failure".
+        yield from self._one(key, Opcode.UNLOCK_KEY, again=False, cas=cas, wait=False)
 
-    def count(self, opcode: Opcode, key: Text, by: int, *, initial: int | None, expiry: int = 0) -> Call[int]:
-        extras = struct.pack(">QQI", by, initial or 0, NEVER if initial is None else expiry)
-        answer = yield from self.one(key, opcode, again=False, extras=extras)
+    def _count(self, opcode: Opcode, key: Text, by: int, initial: int | None, expiry: int) -> Call[int]:
+        require_number("by", by, 64)
+        require_number("initial", initial or 0, 64)
+        expiration = NEVER_CREATE if initial is None else self._expiration(expiry)
+        extras = COUNT.build(by, initial or 0, expiration)
+        answer = yield from self._one(key, opcode, again=False, extras=extras)
         return int.from_bytes(answer.value, "big")
 
-    # ── Many keys ─────────────────────────────────────────────────────────────────────────────────
+    def incr(self, key: Text, by: int = 1, *, initial: int | None = None, expiry: int = 0) -> Call[int]:
+        """Add to a counter and return its new value. Without `initial` the key must exist."""
+        return self._count(Opcode.INCREMENT, key, by, initial, expiry)
 
-    def get_many(self, keys: Sequence[Text]) -> Call[dict[bytes, Item]]:
-        names = [as_bytes(key) for key in keys]
-        answers = yield from self._bare(Opcode.GET, names)
-        found = {}
-        for name, answer in zip(names, answers, strict=True):
-            if answer.status == Status.OK:
-                found[name] = _item(answer)
-            elif answer.status != Status.KEY_NOT_FOUND:
-                raise refusal(answer)
+    def decr(self, key: Text, by: int = 1, *, initial: int | None = None, expiry: int = 0) -> Call[int]:
+        """Subtract from a counter, not below 0, and return its new value."""
+        return self._count(Opcode.DECREMENT, key, by, initial, expiry)
+
+    # ── Many keys, pipelined ──────────────────────────────────────────────────────────────────────
+
+    def get_many(self, keys: Iterable[Text]) -> Call[dict[Any, Item]]:
+        """The items of the keys that exist, by the keys as they were given: str or bytes."""
+        found: dict[Any, Item] = {}
+        for some in portions(keys):
+            names = _names(some)
+            answers = yield from self._bare(Opcode.GET, names)
+            for key, name, answer in zip(some, names, answers, strict=True):
+                if not (status := answer.status):
+                    found[key if isinstance(key, str) else name] = _item(answer)
+                elif status != Status.KEY_NOT_FOUND:
+                    raise refusal(answer, key=name)
+            yield NewDeadline()
         return found
 
-    def delete_many(self, keys: Sequence[Text]) -> Call[int]:
-        """How many of them were there."""
-        answers = yield from self._bare(Opcode.DELETE, [as_bytes(key) for key in keys])
-        _check(answers, but=Status.KEY_NOT_FOUND)
-        return sum(answer.status == Status.OK for answer in answers)
+    def delete_many(self, keys: Iterable[Text]) -> Call[int]:
+        """Delete keys, and return how many of them existed."""
+        deleted = 0
+        for some in portions(keys):
+            names = _names(some)
+            answers = yield from self._bare(Opcode.DELETE, names)
+            check(answers, names, but=(Status.KEY_NOT_FOUND,))
+            deleted += sum(answer.status == Status.OK for answer in answers)
+            yield NewDeadline()
+        return deleted
 
     def set_many(
-        self, items: Iterable[tuple[Text, Text]], *, expiry: int = 0, flags: int = 0
+        self, items: Mapping[Any, Text] | Iterable[tuple[Text, Text]], *, expiry: int = 0, flags: int = 0
     ) -> Call[list[Stored]]:
-        if self._routes is None:
-            yield from self.patient_learn()
-        mask, pack = self.routes.partitions - 1, _STORE.pack
-        requests = []
-        for index, (key, value) in enumerate(items):
-            name = key.encode() if isinstance(key, str) else as_bytes(key)
-            data = value if type(value) is bytes and len(value) <= MAX_VALUE else as_value(value)
-            partition = Partition((crc32(name) >> 16) & 0x7FFF & mask)
-            size = len(name)
-            head = pack(REQUEST, 0x01, size, 8, 0, partition, 8 + size + len(data), index, 0, flags, expiry)
-            requests.append((partition, head + name + data))
-        answers = yield from self.spread(requests, again=True)
-        _check(answers)
-        new = tuple.__new__  # as in `link`: one for each of very many
-        return [new(Stored, (answer.cas, None, None)) for answer in answers]
+        """Store many values. All are stored when this returns, and some may be when it raises.
 
-    def copy_many(self, copies: Sequence[Copy], *, force: bool = False) -> Call[list[bool]]:
-        """Writes with their own revision and CAS; False where the node already has something newer.
-
-        `force`: what is given here wins, whatever the node has.
+        For throughput the results have the CAS of each write, not its seqno.
         """
-        if self._routes is None:
-            yield from self.patient_learn()
-        options = struct.pack(">I", FORCE) if force else b""
-        requests = []
-        for index, copy in enumerate(copies):
-            partition = self.routes.partition_of(copy.key)
-            gone = copy.value is None
-            extras = struct.pack(">IIQQ", copy.flags, copy.expiration, copy.revision, copy.cas) + options
-            packet = pack(
-                REQUEST,
-                Opcode.DELETE_WITH_META if gone else Opcode.SET_WITH_META,
-                key=copy.key,
-                value=copy.value or b"",
-                extras=extras,
-                vbucket=partition,
-                opaque=index,
-            )
-            requests.append((partition, packet))
+        require_number("flags", flags, 32)
+        pairs = items.items() if isinstance(items, Mapping) else items
+        stored: list[Stored] = []
+        routes = yield from self.ready()
+        mask, pack_head = routes.partitions - 1, _STORE.pack
+        new = tuple.__new__  # as in `link`: one for each of very many
+        for some in portions(pairs, _value_size):
+            expiration = self._expiration(expiry)
+            requests = []
+            for index, (key, value) in enumerate(some):
+                name = key.encode() if isinstance(key, str) else as_key(key)
+                data = value if type(value) is bytes and len(value) <= MAX_VALUE else as_value(value)
+                size = len(name)
+                if size > MAX_KEY:
+                    raise too_long(name)
+                partition = (crc32(name) >> 16) & 0x7FFF & mask
+                body = 8 + size + len(data)
+                head = pack_head(REQUEST, 0x01, size, 8, 0, partition, body, index, 0, flags, expiration)
+                requests.append((partition, head + name + data))
+            answers = yield from self.spread(requests, again=True)
+            if any(answer.status for answer in answers):
+                check(answers, [as_key(key) for key, _ in some])
+            stored += [new(Stored, (answer.cas, None, None, None)) for answer in answers]
+            yield NewDeadline()
+        return stored
+
+    def copy_many(self, copies: Iterable[Copy], *, force: bool = False) -> Call[list[bool]]:
+        """Write changes of another bucket with their metadata: revision, CAS, flags, expiration, lock, data
+        type.
+
+        A second write of the same change has no effect. Where the node has the same change or a newer one,
+        that stays and the result is False; with `force` the copy wins.
+        """
+        written: list[bool] = []
+        for some in portions(copies, lambda copy: len(copy.value or b"")):
+            mask = (yield from self.ready()).partitions - 1
+            requests = copy_requests(some, mask, force=force)
+            written += yield from self._copied(requests, [copy.key for copy in some])
+        return written
+
+    def copy_arrow(
+        self, rows: pyarrow.Table | pyarrow.RecordBatch, *, force: bool = False
+    ) -> Call[list[bool]]:
+        """`copy_many` of rows with the columns of `changes_arrow`, with the highest throughput.
+
+        The columns `key`, `value`, `revision` and `cas` are required; without `operation` every row is a
+        mutation.
+        """
+        statuses = yield from self.copy_outcomes(rows, force=force)
+        return [status == Status.OK for status in statuses]
+
+    def copy_outcomes(
+        self,
+        rows: pyarrow.Table | pyarrow.RecordBatch,
+        *,
+        force: bool = False,
+        last_write_wins: bool = False,
+        but: Sequence[int] = (),
+    ) -> Call[list[int]]:
+        """`copy_arrow` for replication: the status of each row. KEY_EXISTS and those in `but` are no errors.
+
+        `last_write_wins`: the higher CAS wins, not the higher revision. With a column `replaces` a row is
+        written only if the key has that CAS.
+        """
+        statuses: list[int] = []
+        for some in row_portions(rows):
+            mask = (yield from self.ready()).partitions - 1
+            requests = row_requests(some, mask, force=force, last_write_wins=last_write_wins)
+            answers = yield from self.spread(requests, again=True)
+            check(answers, some["key"].to_pylist(), but=(Status.KEY_EXISTS, *but))
+            statuses += [answer.status for answer in answers]
+            yield NewDeadline()
+        return statuses
+
+    def metadata_many(self, keys: Iterable[bytes]) -> Call[dict[bytes, Metadata]]:
+        """The metadata of the keys that exist or have a tombstone."""
+        found: dict[bytes, Metadata] = {}
+        for some in portions(keys):
+            names = _names(some)
+            answers = yield from self._bare(Opcode.GET_META, names)
+            for name, answer in zip(names, answers, strict=True):
+                if not answer.status:
+                    deleted, flags, expiration, revision = META.read(answer.extras[: META.size])
+                    found[name] = Metadata(Cas(answer.cas), revision, flags, expiration, 0, bool(deleted))
+                elif answer.status != Status.KEY_NOT_FOUND:
+                    raise refusal(answer, key=name)
+            yield NewDeadline()
+        return found
+
+    def swap_many(self, writes: Iterable[tuple[bytes, bytes, int]]) -> Call[list[Cas | None]]:
+        """Store values under keys that have the given CAS, 0 for a key that does not exist; the new CAS of
+        each, None where it had another. Writes of one partition happen in this order."""
+        stored: list[Cas | None] = []
+        for some in portions(writes, lambda write: len(write[1])):
+            routes = yield from self.ready()
+            requests = []
+            for index, (key, value, cas) in enumerate(some):
+                partition = routes.partition_of(key)
+                opcode = Opcode.SET if cas else Opcode.ADD
+                packet = pack(
+                    REQUEST, opcode, key=key, extras=STORE.build(0, 0), value=as_value(value), cas=cas,
+                    vbucket=partition, opaque=index,
+                )  # fmt: skip
+                requests.append((partition, packet))
+            answers = yield from self.spread(requests, again=False)
+            changed = (Status.KEY_EXISTS, Status.KEY_NOT_FOUND, Status.NOT_STORED)
+            check(answers, [key for key, _, _ in some], but=changed)
+            stored += [None if answer.status else Cas(answer.cas) for answer in answers]
+            yield NewDeadline()
+        return stored
+
+    def _copied(self, requests: Sequence[tuple[int, bytes]], names: Sequence[bytes]) -> Call[list[bool]]:
         answers = yield from self.spread(requests, again=True)
-        _check(answers, but=Status.KEY_EXISTS)
+        check(answers, names, but=(Status.KEY_EXISTS,))
+        yield NewDeadline()
         return [answer.status == Status.OK for answer in answers]
 
     def _bare(self, opcode: Opcode, names: Sequence[bytes]) -> Call[list[Answer]]:
-        """A command that is only a key, for each of them."""
-        if self._routes is None:
-            yield from self.patient_learn()
-        mask = self.routes.partitions - 1
+        """A request that is only a key, for each of them."""
+        routes = yield from self.ready()
+        mask, code, pack_head = routes.partitions - 1, int(opcode), HEADER.pack
         requests = []
         for index, name in enumerate(names):
-            partition = Partition((crc32(name) >> 16) & 0x7FFF & mask)
-            head = _BARE.pack(REQUEST, opcode, len(name), 0, 0, partition, len(name), index, 0)
+            partition = (crc32(name) >> 16) & 0x7FFF & mask
+            size = len(name)
+            head = pack_head(REQUEST, code, size, 0, 0, partition, size, index, 0)
             requests.append((partition, head + name))
         return (yield from self.spread(requests, again=True))
 
-    # ── The nodes and their partitions ────────────────────────────────────────────────────────────
 
-    def flush(self) -> Call[None]:
-        yield from self._everywhere(Opcode.FLUSH)
-
-    def _everywhere(
-        self, opcode: int, *, key: bytes = b"", extras: bytes = b"", but: int | None = None
-    ) -> Call[Answers]:
-        """One command to every node that holds something."""
-        if self._routes is None:
-            yield from self.patient_learn()
-        packet = pack(REQUEST, opcode, key=key, extras=extras)
-        answers: Answers = yield Batch({node: [packet] for node in self.routes.nodes})
-        for batch in answers.values():
-            _check(batch, but=but)
-        return answers
-
-    def stats(self, group: str = "") -> Call[dict[Node, dict[str, str]]]:
-        """By node; of a partition, by the node that holds it."""
-        answers = yield from self._everywhere(Opcode.STAT, key=group.encode(), but=Status.NOT_MY_VBUCKET)
-        found = {
-            node: {
-                line.key.decode(errors="replace"): line.value.decode(errors="replace")
-                for line in lines
-                if not line.final
-            }
-            for node, lines in answers.items()
-            if not any(line.status for line in lines)
-        }
-        if not found:
-            last = self.routes.partitions - 1
-            raise InvalidArguments(f"no node holds such a partition; they are numbered from 0 to {last}")
-        return found
-
-    def seqnos(self) -> Call[dict[Partition, Seqno]]:
-        """How far each active partition is."""
-        answers = yield from self._everywhere(Opcode.GET_ALL_VB_SEQNOS, extras=struct.pack(">I", 1))
-        highs: dict[Partition, Seqno] = {}
-        for node, (answer,) in answers.items():
-            if len(answer.value) % 10:
-                raise RemoteProtocolError(
-                    f"{node} sent seqnos of {len(answer.value)} bytes, 10 are one partition"
-                )
-            for partition, seqno in struct.iter_unpack(">HQ", answer.value):
-                highs[Partition(partition)] = Seqno(seqno)
-        return dict(sorted(highs.items()))
-
-    def failover_logs(
-        self, partitions: Iterable[Partition] | None = None
-    ) -> Call[dict[Partition, FailoverLog]]:
-        if self._routes is None:
-            yield from self.patient_learn()
-        wanted = list(range(self.routes.partitions) if partitions is None else partitions)
-        self._exist(wanted)
-        requests = [
-            (Partition(partition), pack(REQUEST, FAILOVER_LOG, vbucket=partition, opaque=index))
-            for index, partition in enumerate(wanted)
-        ]
-        answers = yield from self.spread(requests, again=True)
-        _check(answers)
-        return {Partition(p): parse_log(answer.value) for p, answer in zip(wanted, answers, strict=True)}
-
-    def promote(self, partition: Partition, *, to: Seqno | None = None) -> Call[Promoted]:
-        """Record a history branch by hand; with `to`, go back to there (or before) first."""
-        request: dict[str, object] = {"promote": True}
-        if to is not None:
-            request["to"] = int(to)
-        if self._routes is None:
-            yield from self.patient_learn()
-        self._exist([partition])
-        packet = pack(
-            REQUEST,
-            Opcode.SET_VBUCKET_STATE,
-            extras=b"\x01",
-            value=json.dumps(request).encode(),
-            vbucket=partition,
-        )
-        (answer,) = yield from self.spread([(partition, packet)], again=False)
-        if answer.status:
-            raise refusal(answer, partition=partition)
-        try:
-            said = json.loads(answer.value)
-            versions = (Version(BranchId(int(b)), Seqno(int(s))) for b, s in said["log"])
-            return Promoted(partition, Seqno(said["seqno"]), FailoverLog(tuple(versions)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RemoteProtocolError(f"the answer to the promotion makes no sense: {error}") from None
-
-    def _exist(self, partitions: Iterable[int]) -> None:
-        for partition in partitions:
-            if not 0 <= partition < self.routes.partitions:
-                raise InvalidArguments(
-                    f"there is no partition {partition}; they are 0 to {self.routes.partitions - 1}"
-                )
+def expiration_of(expiry: int, now: float) -> int:
+    """An expiry in seconds from now, in the form in which nodes take it."""
+    require_number("expiry", expiry, 32)
+    if expiry <= MONTH:
+        return expiry
+    expiration = int(now) + expiry
+    if expiration >= NEVER_CREATE:
+        raise InvalidArguments(f"expiry is {expiry}, which ends after the year 2105; use 0 for no expiry")
+    return expiration
 
 
-def parse_log(value: bytes) -> FailoverLog:
+def portions(items: Iterable[T], size: Callable[[T], int] | None = None) -> Iterator[Sequence[T]]:
+    """Lists of at most MAX_REQUESTS items, that stop growing at MAX_IN_FLIGHT bytes."""
+    if size is None:
+        iterator = iter(items)
+        while some := list(islice(iterator, MAX_REQUESTS)):
+            yield some
+        return
+    some, total = [], 0
+    for item in items:
+        some.append(item)
+        total += size(item)
+        if len(some) == MAX_REQUESTS or total >= MAX_IN_FLIGHT:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
+
+
+def _value_size(pair: tuple[Text, Text]) -> int:
+    """Bytes of the value, about; what is no value is rejected later."""
     try:
-        return FailoverLog(tuple(Version(BranchId(b), Seqno(s)) for b, s in struct.iter_unpack(">QQ", value)))
-    except (ValueError, struct.error) as error:
-        raise RemoteProtocolError(f"the failover log makes no sense: {error}") from None
+        return len(pair[1])
+    except TypeError:
+        return 0
 
 
-def as_bytes(text: Text) -> bytes:
-    if isinstance(text, str):
-        return text.encode()
-    if isinstance(text, bytes | bytearray | memoryview):
-        return bytes(text)
-    # Of a number Python would make as many zeros.
-    raise TypeError(f"keys and values are str or bytes, not {type(text).__name__}; convert it first")
+def _names(keys: Sequence[Text]) -> list[bytes]:
+    """`as_key` of each, for very many keys."""
+    names = [key.encode() if isinstance(key, str) else as_bytes(key) for key in keys]
+    if max(map(len, names), default=0) > MAX_KEY:
+        raise too_long(max(names, key=len))
+    return names
 
 
 def as_value(text: Text) -> bytes:
-    """A value, if a node would take one of this size; it would close the connection on a larger one."""
+    """A value of a size that nodes accept; they close the connection on a larger packet."""
     data = as_bytes(text)
     if len(data) > MAX_VALUE:
-        raise ValueTooLarge(f"the value has {len(data)} bytes and a node takes at most {MAX_VALUE}; split it")
+        raise too_large(data)
     return data
 
 
-FORCE = 0x01  # the option of with-meta writes that skips the comparison with what is there
-
-
 def _item(answer: Answer) -> Item:
-    flags = int.from_bytes(answer.extras[:4], "big") if len(answer.extras) >= 4 else 0
-    return Item(answer.value, Cas(answer.cas), flags)
-
-
-def _stored(answer: Answer) -> Stored:
-    if len(answer.extras) == 16:
-        branch, seqno = _TOKEN.unpack(answer.extras)
-        return Stored(Cas(answer.cas), branch, seqno)
-    return Stored(Cas(answer.cas))
-
-
-def _check(answers: Iterable[Answer], *, but: int | None = None) -> None:
-    for answer in answers:
-        if answer.status and answer.status != but:
-            raise refusal(answer)
-
-
-__all__ = ["Commands", "Copy", "Item", "Promoted", "Stored", "as_bytes", "parse_log"]
+    extras = answer.extras
+    flags = int.from_bytes(extras[:4], "big") if len(extras) >= 4 else 0
+    return tuple.__new__(Item, (answer.value, answer.cas, flags))  # as in `link`: one for each of very many

@@ -1,58 +1,53 @@
 """Bytes of a stream connection into packets, and packets into events.
 
-The three kinds of changes of UPR are read here field by field, past the tables of `wire`, because a follower
-sees millions of them; a test holds these lines to what the tables say. Everything else, and every other
-dialect, goes through the tables.
+Where changes arrive as records are stored (UPR) or in DCP's form, the kernel makes events of them
+(`kernel.events`): a follower receives millions, and a test compares the result with the rows of `wire`. Those
+with extended attributes are read here field by field. Everything else, and every other dialect, is read with
+the rows.
 """
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Iterator, Mapping
 
-from upper.client.events import Deletion, Event, Expiration, Mutation
-from upper.client.lane import Lane
-from upper.errors import BadLength, BadMagic, RemoteProtocolError, TooLarge
-from upper.model.messages import Message
+from upper import kernel
+from upper.client.events import Change, Deletion, Event, Expiration, Mutation
+from upper.client.partition_consumer import PartitionConsumer
+from upper.errors import BadLength, RemoteProtocolError
+from upper.kernel.packets import AT_DCP_META
+from upper.model.messages import Message, Noop
 from upper.model.values import Partition
-from upper.wire.codes import Side
-from upper.wire.packet import HEADER, HEADER_SIZE, MAX_BODY, REQUEST, RESPONSE
+from upper.record.layout import (
+    EXPIRATION,
+    EXTRAS,
+    HEADER,
+    HEADER_SIZE,
+    LIVE_EXTRAS,
+    MUTATION,
+    REQUEST,
+    U16,
+)
+from upper.wire.codes import DataType, Side
+from upper.wire.framing import Framer
 from upper.wire.table import Dialect
+from upper.wire.upr import UPR
+from upper.wire.xattrs import split
 
-_LIVE = struct.Struct(">QQIII")  # seqno, revision, flags, expiration, lock time
-_GONE = struct.Struct(">QQ")
-NOOP = 0x5C
+XATTR = int(DataType.XATTR)
+CHANGES: tuple[type[Change], type[Change], type[Change]] = (Mutation, Deletion, Expiration)
+NOOP = UPR.opcode(Noop)  # DCP has the same
+_NO_STREAMS = array("Q")  # seqnos are read with the changes
 
 
-class Frames:
+class StreamFramer(Framer):
     """The receiving end of one stream connection."""
 
+    __slots__ = ("_streamed",)
+
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._have = self._need = 0
+        super().__init__()
         self._streamed = 0
-
-    def collect(self, data: bytes) -> bytes:
-        """All bytes that have not been dealt with, or nothing while the next packet is not whole."""
-        if not self._parts:
-            return data
-        self._parts.append(data)
-        self._have += len(data)
-        if self._have < self._need:
-            return b""
-        whole = b"".join(self._parts)
-        self._parts.clear()
-        return whole
-
-    def keep(self, data: bytes, at: int) -> None:
-        """Keep what follows `at`, which is not a whole packet."""
-        left = len(data) - at
-        if left:
-            self._parts = [data[at:] if at else data]
-            self._have = left
-            self._need = HEADER_SIZE
-            if left >= HEADER_SIZE:
-                self._need += int.from_bytes(data[at + 8 : at + 12], "big")
 
     def streamed(self, size: int) -> None:
         """Bytes of streams, which the flow-control window counts."""
@@ -63,58 +58,85 @@ class Frames:
         return size
 
     def typed(
-        self, data: bytes, lanes: Mapping[Partition, Lane], dialect: Dialect
+        self, data: bytes, consumers: Mapping[Partition, PartitionConsumer], dialect: Dialect
     ) -> Iterator[Event | tuple[Message]]:
         """Changes as events; any other message in a tuple, to be dealt with before the next is asked for."""
-        data = self.collect(data)
-        unpack, at, size = HEADER.unpack_from, 0, len(data)
-        fast = dialect.name == "upr"
-        while size - at >= HEADER_SIZE:
+        shipped = dialect.shipped_records
+        if not (shipped or dialect.stored_records):
+            yield from self._messages(data, dialect)
+            return
+        if not (data := self.feed(data)):
+            return
+        broken: RemoteProtocolError | None = None
+        try:
+            size, _, _ = kernel.scan(data, 0, _NO_STREAMS, dcp=shipped)
+        except RemoteProtocolError as error:
+            # What came before the packet that breaks the rules is delivered first.
+            size, broken = error.at or 0, error
+        unpack, at = HEADER.unpack_from, 0
+        first, last = MUTATION + shipped, EXPIRATION + shipped  # DCP's opcodes are the next ones
+        while at < size:
+            changes: list[Change]
+            past, changes = kernel.events(data, at, size, consumers, CHANGES, dcp=shipped)
+            self._streamed += past - at
+            for change in changes:
+                consumer, seqno = consumers[change.partition], change.seqno
+                assert seqno is not None
+                reached = consumer.stream.moved(seqno)
+                yield change
+                if reached:  # a marker with bounds states the last seqno of its snapshot
+                    yield consumer.snapshot_end(seqno)
+            if (at := past) == size:
+                break
+            # What the kernel left: another message, extended attributes, or a change that is not sound.
             magic, opcode, keys, extras, data_type, partition, body, opaque, cas = unpack(data, at)
             end = at + HEADER_SIZE + body
-            if magic != REQUEST and magic != RESPONSE:
-                raise BadMagic(
-                    f"magic 0x{magic:02x} begins no packet; the connection is of no use any more", at=at
-                )
-            if body > MAX_BODY:
-                raise TooLarge(f"a packet of {body} bytes is more than the {MAX_BODY} accepted here", at=at)
-            if end > size:
-                break
             if magic == REQUEST and opcode != NOOP:
                 self._streamed += end - at
-            if fast and magic == REQUEST and 0x56 <= opcode <= 0x58:
-                lane = lanes.get(opaque)  # an opaque is the partition's number
+            if magic == REQUEST and first <= opcode <= last:
+                asked_for = consumers.get(opaque)  # an opaque is the partition's number
                 key_at = at + HEADER_SIZE + extras
                 value_at = key_at + keys
-                if lane is None or lane.partition != partition:
+                if asked_for is None or asked_for.partition != partition:
                     raise RemoteProtocolError(
                         f"a change of stream {opaque} came, which was never asked for", at=at
                     )
-                if extras != (28 if opcode == 0x56 else 16) or not keys or value_at > end:
-                    raise BadLength(
-                        "the lengths of a change do not add up; the connection is of no use", at=at
+                if not keys:
+                    raise BadLength("a change has no key; the connection is of no use", at=at)
+                consumer, stream = asked_for, asked_for.stream
+                if opcode == first:
+                    value_end = end
+                    if shipped:
+                        (meta,) = U16.unpack_from(data, at + AT_DCP_META)
+                        value_end = end - meta
+                        if value_end < value_at:
+                            raise BadLength("the metadata of a change is longer than the change", at=at)
+                    seqno, revision, flags, expiration, lock_time = LIVE_EXTRAS.unpack_from(
+                        data, at + HEADER_SIZE
                     )
-                stream = lane.stream
-                if opcode == 0x56:
-                    seqno, revision, flags, expiration, lock_time = _LIVE.unpack_from(data, at + HEADER_SIZE)
-                    stream.moved(seqno)
+                    value, attributes = data[value_at:value_end], None
+                    if data_type & XATTR:
+                        attributes, value = split(value)
+                        data_type &= ~XATTR
+                    reached = stream.moved(seqno)
                     yield Mutation(
                         partition=partition,
                         seqno=seqno,
                         branch=stream.branch,
                         key=data[key_at:value_at],
-                        value=data[value_at:end],
+                        value=value,
                         revision=revision,
                         cas=cas,
                         flags=flags,
                         expiration=expiration,
                         lock_time=lock_time,
                         data_type=data_type,
+                        xattrs=attributes,
                     )
                 else:
-                    seqno, revision = _GONE.unpack_from(data, at + HEADER_SIZE)
-                    stream.moved(seqno)
-                    kind = Deletion if opcode == 0x57 else Expiration
+                    seqno, revision = EXTRAS.unpack_from(data, at + HEADER_SIZE)
+                    reached = stream.moved(seqno)
+                    kind = Expiration if opcode == last else Deletion
                     yield kind(
                         partition=partition,
                         seqno=seqno,
@@ -122,8 +144,23 @@ class Frames:
                         key=data[key_at:value_at],
                         revision=revision,
                         cas=cas,
+                        xattrs=split(data[value_at:end])[0] if data_type & XATTR else None,
                     )
+                if reached:  # a marker with bounds states the last seqno of its snapshot
+                    yield consumer.snapshot_end(seqno)
             else:
                 yield (dialect.decode(data[at:end], by=Side.SERVER),)
             at = end
+        if broken is not None:
+            raise broken
         self.keep(data, at)
+
+    def _messages(self, data: bytes, dialect: Dialect) -> Iterator[tuple[Message]]:
+        data, at = self.feed(data), 0
+        while (head := self.head(data, at)) is not None:
+            end = at + head.size
+            if head.magic == REQUEST and head.opcode != NOOP:
+                self._streamed += head.size
+            yield (dialect.row(head, by=Side.SERVER).read(head, data[at:end]),)
+            at = end
+        self.put_back(data, at)

@@ -1,13 +1,13 @@
-"""What a follower sees: changes of items, and what happens to the history they belong to.
+"""The events of a change stream: changes of items, and changes of the history they belong to.
 
-Every event names its partition, and where it stands: the branch it was written under and its seqno.
-TAP knows neither, so there both are None. Deliver them to the application in the order they came:
-a `Rollback` stands before anything of the branch that replaced what is lost, and only at a
-`SnapshotEnd` does the follower hold a state that the bucket really had.
+Every event has a partition, a branch and a seqno; TAP has no branches and seqnos, so there both are None.
+Order matters: a `Rollback` precedes everything of the branch that replaces what is lost, and only at a
+`SnapshotEnd` does the consumer have a state that the bucket had.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -18,7 +18,7 @@ NO_CAS = Cas(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """A key has this value now."""
+    """A key was set to this value."""
 
     operation: ClassVar[str] = "mutation"
 
@@ -33,11 +33,12 @@ class Mutation:
     expiration: int = 0
     lock_time: int = 0
     data_type: int = 0
+    xattrs: Mapping[str, bytes] | None = None  # extended attributes by name, as JSON; of Couchbase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """A key is gone, because somebody deleted it."""
+    """A key was deleted."""
 
     operation: ClassVar[str] = "deletion"
 
@@ -47,11 +48,12 @@ class Deletion:
     key: bytes
     revision: int = 0
     cas: Cas = NO_CAS
+    xattrs: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expiration:
-    """A key is gone, because its time had come."""
+    """A key expired."""
 
     operation: ClassVar[str] = "expiration"
 
@@ -61,11 +63,12 @@ class Expiration:
     key: bytes
     revision: int = 0
     cas: Cas = NO_CAS
+    xattrs: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flush:
-    """Every key of the partition is gone at once."""
+    """Every key of the partition was removed."""
 
     operation: ClassVar[str] = "flush"
 
@@ -76,10 +79,10 @@ class Flush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """What this follower saw past `to` is no longer part of the history: take it back.
+    """What this consumer received past `to` is no longer part of the history and must be undone.
 
-    `lost` is the stretch to take back, without its first seqno and with its last: (from, to].
-    `branch` is the branch that the history goes on under; its changes follow.
+    `lost` is the range to undo, without its first seqno and with its last: (from, to].
+    `branch` is the branch on which the history continues; its changes follow.
     """
 
     operation: ClassVar[str] = "rollback"
@@ -92,20 +95,20 @@ class Rollback:
 
     @property
     def seqno(self) -> Seqno:
-        """Where to go back to."""
+        """The seqno to go back to."""
         return self.to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotEnd:
-    """Everything up to here has been seen: the only kind of place worth keeping."""
+    """The consumer is consistent at this seqno: only such a position can be saved."""
 
     operation: ClassVar[str] = "snapshot_end"
 
     partition: Partition
     seqno: Seqno
     branch: BranchId
-    log: FailoverLog  # of the partition, as the node told it when the stream began
+    log: FailoverLog  # of the partition, as received when the stream opened
 
     @property
     def position(self) -> Position:
@@ -114,7 +117,7 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChange:
-    """The node changed what it does with the partition; `state` is None where it did not say to what."""
+    """The state of the partition on the node changed; `state` is None where the node did not send it."""
 
     operation: ClassVar[str] = "state_change"
 

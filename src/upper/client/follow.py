@@ -1,11 +1,12 @@
-"""Many partitions on few connections: the follower, without sockets and without a clock.
+"""The follower: the streams of many partitions on one connection per node, without sockets and without a
+clock.
 
-It is told what happened (a connection opened, bytes came, one was lost, time passed) and says what it wants:
-bytes to send, nodes to connect to, a fresh map. The application's pace is the stream's pace: bytes are
-acknowledged to the node when `processed` says that the application is through with them.
+Inputs are what happened: a connection opened or was lost, bytes arrived, time passed. Outputs are what to
+do: bytes to send, nodes to connect to, a new cluster map. Bytes are acknowledged to the node when the
+application has processed them, so the application limits the rate.
 
-Reconnecting keeps every place. Waits grow with each failure and are never the same for two followers; the
-random number and the time come from outside, so a whole life of failures can be replayed.
+Reconnecting keeps every position. Waits grow with each failure and are randomised; random numbers and time
+are parameters, so any sequence of failures can be replayed.
 """
 
 from __future__ import annotations
@@ -15,25 +16,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from upper.client.backoff import Backoff, BackoffSettings
-from upper.client.decode import Frames
 from upper.client.events import Event
-from upper.client.lane import AskHighs, Drop, Effects, Lane, Stage
-from upper.client.link import Answer, refusal
+from upper.client.link import Answer
+from upper.client.partition_consumer import DropConnection, Effects, PartitionConsumer, RequestSeqnos
+from upper.client.refusals import no_active_copy, refusal
 from upper.client.routes import Routes
-from upper.client.url import Node
-from upper.errors import RemoteProtocolError
-from upper.history.window import Acknowledgements
+from upper.client.stream_connection import (
+    DELETE_TIMES,
+    NO_STREAM,
+    OPTIONAL,
+    PRODUCER,
+    XATTRS,
+    StreamConnection,
+)
+from upper.client.url import NodeAddress
+from upper.errors import RemoteProtocolError, TimedOut
+from upper.history.following import Following
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
-    Control,
     EndReason,
     FailoverLogAnswer,
     Message,
     Noop,
     Refusal,
     Response,
-    RollbackRequired,
+    RollbackAnswer,
     SeqnosAnswer,
     SeqnosRequest,
     StreamAccepted,
@@ -44,37 +52,30 @@ from upper.wire.table import Dialect
 
 log = logging.getLogger(__name__)
 
-ASIDE = 0xFFFF_0000  # the opaque of what belongs to no partition
-_PATIENT = {Status.TEMPORARY_FAILURE, Status.BUSY, Status.OUT_OF_MEMORY}  # worth another try, later
+RETRIED = {Status.TEMPORARY_FAILURE, Status.BUSY, Status.OUT_OF_MEMORY}
+# Seconds between requests for the cluster map while a partition waits for its node: a failover takes seconds.
+MAP_BACKOFF = BackoffSettings(most=0.5)
+# A node that stopped without closing its connections is not noticed before two NOOP intervals have passed.
+# But the cluster map shows that its partitions are elsewhere: after this many seconds of silence it is
+# requested, and the connection is closed where it has no partition any more that it streams here.
+SILENCE = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FollowSettings:
-    window: int = 16 << 20  # bytes that a node may have under way, unprocessed by us
-    noop: int = 60  # seconds of silence after which a node shows that it lives; twice that is death
+    window: int = 16 << 20  # bytes that a node may have in flight
+    noop: int = 60  # seconds of silence after which a node sends a NOOP; after twice that it counts as dead
     backoff: BackoffSettings = field(default_factory=BackoffSettings)
 
 
-class Wire:
-    """One connection, as the follower sees it."""
-
-    def __init__(self, window: int, now: float) -> None:
-        self.out = bytearray()
-        self.frames = Frames()
-        self.acks = Acknowledgements(window)
-        self.heard = now
-        self.received = 0
-        self.highs_due = False  # streams were asked for, and how far the partitions are is to be asked next
-
-
 class Follower:
-    """Follows partitions wherever they are."""
+    """Streams partitions from the nodes that hold them."""
 
-    remembers = False  # whether the node sends nothing again that was acknowledged to it
+    remembers = False  # whether the node stores what was acknowledged, and sends it only once
 
     def __init__(
         self,
-        lanes: Iterable[Lane],
+        consumers: Iterable[PartitionConsumer],
         routes: Routes,
         *,
         dialect: Dialect,
@@ -83,215 +84,285 @@ class Follower:
         settings: FollowSettings | None = None,
     ) -> None:
         self.settings = settings or FollowSettings()
-        self.lanes: dict[Partition, Lane] = {lane.partition: lane for lane in lanes}
+        self.consumers: dict[Partition, PartitionConsumer] = {
+            consumer.partition: consumer for consumer in consumers
+        }
         self.routes = routes
         self.dialect = dialect
-        self.wires: dict[Node, Wire] = {}
+        self.connections: dict[NodeAddress, StreamConnection] = {}
         self.bytes_received = 0
         self.reconnects = 0
         self._controls = dict(controls or {})
+        self.with_xattrs = False  # the decoder takes values that have extended attributes in front
+        self._open_flags = PRODUCER | DELETE_TIMES
         self._random = random
-        self._owners: dict[Partition, Node | None] = {}
-        self._undone: dict[Node | None, set[Partition]] = {None: set()}  # by owner: what is not done yet
-        for partition in self.lanes:
-            self._give(partition, routes.owner(partition))
-        self._backoffs: dict[Node, Backoff] = {}
-        self._not_before: dict[Node, float] = {}  # nodes that failed, and when to try them again
-        self._lane_backoffs: dict[Partition, Backoff] = {}
-        self._retries: dict[Partition, float] = {}  # lanes that were refused, and when to ask again
+        self._owners: dict[Partition, NodeAddress | None] = {}
+        self._undone: dict[NodeAddress | None, set[Partition]] = {None: set()}  # unfinished, by owner
+        for partition in self.consumers:
+            self._assign(partition, routes.owner(partition))
+        self._backoffs: dict[NodeAddress, Backoff] = {}
+        self._not_before: dict[NodeAddress, float] = {}  # when to connect to a node again
+        self._partition_backoffs: dict[Partition, Backoff] = {}
+        self._retries: dict[Partition, float] = {}  # when to request a refused stream again
         self._learn_at: float | None = None
-        self._learning = Backoff(self.settings.backoff, random)
-        self._drops: list[Node] = []
-        # UPR/0 and TAP have neither flow control nor NOOPs.
-        self._upr = dialect.name == "upr"
+        self._learned_at = float("-inf")
+        self._learning = Backoff(MAP_BACKOFF, random)
+        self._map_seen = b""  # the last map that came with a refusal
+        # Since when the map has a partition elsewhere that is streamed from this node.
+        self._displaced: dict[NodeAddress, float] = {}
+        self._drops: list[NodeAddress] = []
+        self._alone_since: float | None = None  # no connection
+        # Since when a partition has had no active copy that answers, and what is wrong with its node.
+        self._unserved: dict[Partition, tuple[float, str]] = {}
+        self._noop = self.settings.noop if dialect.noop else 0  # seconds; 0: the dialect has none
 
-    # ── What the driver asks ──────────────────────────────────────────────────────────────────────
+    # ── Outputs ───────────────────────────────────────────────────────────────────────────────────
 
     @property
     def done(self) -> bool:
-        """True when every partition has what it was to have."""
+        """Whether every partition has reached its end."""
         return not any(self._undone.values())
 
-    def to_open(self, now: float) -> list[Node]:
-        """Nodes that are needed, not connected, and due for a try."""
+    def to_open(self, now: float) -> list[NodeAddress]:
+        """Nodes to connect to now."""
         return sorted(node for node in self._missing() if self._not_before.get(node, now) <= now)
 
-    def _missing(self) -> set[Node]:
-        return {n for n, undone in self._undone.items() if undone and n is not None and n not in self.wires}
+    def _missing(self) -> set[NodeAddress]:
+        return {
+            n for n, undone in self._undone.items() if undone and n is not None and n not in self.connections
+        }
 
-    def _give(self, partition: Partition, owner: Node | None) -> None:
-        """A partition belongs to this node from now on."""
+    def _assign(self, partition: Partition, owner: NodeAddress | None) -> None:
+        """Stream a partition from this node from now on."""
         if partition in self._owners:
             self._undone[self._owners[partition]].discard(partition)
         self._owners[partition] = owner
         self._undone.setdefault(owner, set()).add(partition)
 
     def _finish(self, partition: Partition) -> None:
-        """A partition has what it was to have; a connection without others is closed."""
+        """A partition has reached its end; a connection without others is closed."""
         owner = self._owners[partition]
         undone = self._undone[owner]
         undone.discard(partition)
-        if not undone and owner in self.wires:
-            del self.wires[owner]
+        self._unserved.pop(partition, None)
+        if not undone and owner in self.connections:
+            del self.connections[owner]
             self._drops.append(owner)
 
-    def to_close(self) -> list[Node]:
-        """Connections to give up; the driver closes them, the follower has forgotten them."""
+    def to_close(self) -> list[NodeAddress]:
+        """Connections that the driver must close; the follower has removed them already."""
         drops, self._drops = self._drops, []
         return drops
 
     def wants_map(self, now: float) -> bool:
         if self._undone[None] and self._learn_at is None:
             self._learn_at = now
-        return self._learn_at is not None and self._learn_at <= now
+        return any(at is not None and at <= now for at in (self._learn_at, self._doubts_at()))
+
+    def _doubts_at(self) -> float | None:
+        """When a node will have been silent for so long that its partitions may be elsewhere."""
+        if len(self.routes.nodes) < 2 or not self.connections:
+            return None
+        silent_since = min(connection.active_at for connection in self.connections.values())
+        return max(silent_since, self._learned_at) + SILENCE
+
+    def suspects(self, now: float) -> set[NodeAddress]:
+        """Nodes that failed or are silent: not those to ask for the map first."""
+        silent = {n for n, connection in self.connections.items() if now - connection.active_at >= SILENCE}
+        return silent | self._backoffs.keys()
 
     def wakes_at(self) -> float | None:
-        """When something is to be done even if nothing happens."""
+        """When `tick` must be called at the latest."""
         times = [*self._retries.values(), *(self._not_before.get(node, 0.0) for node in self._missing())]
-        if self._learn_at is not None:
-            times.append(self._learn_at)
-        if self._upr and self.settings.noop:
-            times += [wire.heard + 2 * self.settings.noop for wire in self.wires.values()]
+        times += [at for at in (self._learn_at, self._doubts_at()) if at is not None]
+        if self._noop:
+            times += [connection.active_at + 2 * self._noop for connection in self.connections.values()]
         return min(times, default=None)
 
-    def take_output(self, node: Node) -> bytes:
-        wire = self.wires[node]
-        if wire.highs_due:
-            wire.highs_due = False
-            self._say(wire, SeqnosRequest(opaque=ASIDE))
-        out = bytes(wire.out)
-        wire.out.clear()
+    def take_output(self, node: NodeAddress) -> bytes:
+        connection = self.connections[node]
+        if connection.seqnos_due:
+            connection.seqnos_due = False
+            connection.send(SeqnosRequest(opaque=NO_STREAM))
+        out = bytes(connection.out)
+        connection.out.clear()
         return out
 
-    # ── What happens ──────────────────────────────────────────────────────────────────────────────
+    # ── Inputs ────────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, node: Node, now: float) -> None:
-        """A connection to this node is signed in."""
-        window = self.settings.window if self._upr else 0
-        wire = self.wires[node] = Wire(window, now)
+    def opened(self, node: NodeAddress, now: float) -> None:
+        """A connection to this node is open and logged in."""
+        connection = self.connections[node] = StreamConnection(self.dialect, self.settings.window, now)
         self._not_before.pop(node, None)
-        if self._upr:
-            settings = dict(self._controls)
-            if self.settings.window:
-                settings[b"connection_buffer_size"] = str(self.settings.window).encode()
-            if self.settings.noop:
-                settings[b"enable_noop"] = b"true"
-                settings[b"set_noop_interval"] = str(self.settings.noop).encode()
-            for name, setting in settings.items():
-                self._say(wire, Control(name=name, setting=setting, opaque=ASIDE))
-        for lane in self._lanes_of(node):
-            self._retries.pop(lane.partition, None)
-            self._carry_out(wire, lane.open())
+        # The name of a connection is unique, because a node closes one when another takes its name.
+        unique = b"upper-%012x" % int(self._random() * 2**48) if self.dialect.named_connections else b""
+        flags = self._open_flags
+        if self.with_xattrs and flags != PRODUCER:
+            flags |= XATTRS
+        connection.configure(unique, flags, self._controls, noop=self._noop)
+        for consumer in self._unfinished(node):
+            self._retries.pop(consumer.partition, None)
+            self._carry_out(connection, consumer.open())
 
-    def opening(self, node: Node, until: float) -> None:
-        """A connection is being opened; by then it will have been, or have failed."""
+    def opening(self, node: NodeAddress, until: float) -> None:
+        """A connection is being opened, which takes until then at most."""
         self._not_before[node] = until
 
-    def failed(self, node: Node, now: float, why: object) -> None:
+    def interrupted(self, node: NodeAddress) -> None:
+        """The driver closed a connection for a reason of its own; it is opened again when needed."""
+        self.reconnects += self.connections.pop(node, None) is not None
+        for consumer in self._unfinished(node):
+            consumer.cut()
+            self._retries.pop(consumer.partition, None)
+
+    def failed(self, node: NodeAddress, now: float, why: object) -> None:
         """A connection could not be opened, or was lost."""
-        wire = self.wires.pop(node, None)
-        for lane in self._lanes_of(node):
-            lane.cut()
-            self._retries.pop(lane.partition, None)
+        self.interrupted(node)
+        self._displaced.pop(node, None)
+        if len(self.routes.nodes) > 1:
+            for consumer in self._unfinished(node):
+                self._unserved.setdefault(consumer.partition, (now, f"{node}: {why}"))
         if node not in self._backoffs:
             log.warning("%s: %s; trying again until it is back", node, why)
         backoff = self._backoffs.setdefault(node, Backoff(self.settings.backoff, self._random))
-        if wire is not None:
-            self.reconnects += 1
         wait = backoff.next()
         self._not_before[node] = now + wait
         log.info("%s: %s; next try in %.2f s", node, why, wait)
-        # The partitions may have moved; another node may know.
-        if len(self.routes.nodes) > 1 and self._learn_at is None:
+        # The partitions may have moved; another node may have the new map.
+        if self._follow_map(self._unfinished(node)) and len(self.routes.nodes) > 1 and self._learn_at is None:
             self._learn_at = now
 
-    def drop(self, node: Node, now: float, why: object) -> None:
-        """Give up a connection that is of no use any more."""
-        if node in self.wires:
+    def drop(self, node: NodeAddress, now: float, why: object) -> None:
+        """Close a connection, because of something that arrived on it."""
+        if node in self.connections:
             self._drops.append(node)
             self.failed(node, now, why)
 
     def learned(self, routes: Routes, now: float) -> None:
-        """The cluster map, as somebody described it."""
-        self._learn_at = None
-        if routes.partitions != self.routes.partitions:
-            raise RemoteProtocolError(
-                f"the bucket had {self.routes.partitions} partitions, now {routes.partitions}; start over"
-            )
-        if routes.revision >= self.routes.revision:
-            self.routes = routes
-        for partition, lane in self.lanes.items():
-            owner = self.routes.owner(partition)
-            if lane.stage is Stage.RESTING and owner != self._owners[partition]:
-                self._give(partition, owner)
-                self._retries.pop(partition, None)
-                if owner in self.wires:
-                    self._carry_out(self.wires[owner], lane.open())
-        if self._undone[None]:
+        """A cluster map has arrived."""
+        self._learn_at, self._learned_at = None, now
+        self.routes = self.routes.updated(routes)
+        self._follow_map(self.consumers.values())
+        self._displaced = {n: self._displaced.get(n, now) for n in self.connections if self._is_displaced(n)}
+        if self._undone[None] or (self._missing() and len(self.routes.nodes) > 1):
             self._learn_at = now + self._learning.next()
         else:
             self._learning.reset()
 
     def not_learned(self, now: float) -> None:
-        """Nobody could describe the map."""
+        """No node sent the cluster map."""
+        self._learned_at = now
         self._learn_at = now + self._learning.next()
 
+    def _follow_map(self, consumers: Iterable[PartitionConsumer]) -> bool:
+        """Request closed streams from the nodes that the map names; whether some stay where they were."""
+        stay = False
+        for consumer in consumers:
+            partition, owner = consumer.partition, self.routes.owner(consumer.partition)
+            if consumer.stream.phase is not Following.AWAY or owner == self._owners[partition]:
+                stay = True
+                continue
+            self._assign(partition, owner)
+            self._retries.pop(partition, None)
+            if owner in self.connections:
+                self._resume(owner, consumer)
+        return stay
+
+    def _is_displaced(self, node: NodeAddress) -> bool:
+        """Whether a partition that is streamed from this node belongs to another by the map."""
+        return node in self.connections and any(self.routes.owner(p) != node for p in self._undone[node])
+
+    def _resume(self, node: NodeAddress, consumer: PartitionConsumer) -> None:
+        """Request the stream of a partition that has moved to a node with an open connection."""
+        self._carry_out(self.connections[node], consumer.open())
+
     def was_away(self, seconds: float) -> None:
-        """Nobody listened for so long: a node that was not heard in that time is not silent for it."""
-        for wire in self.wires.values():
-            wire.heard += seconds
+        """The application was busy for this long; a node was not silent during that time."""
+        for connection in self.connections.values():
+            connection.active_at += seconds
 
     def tick(self, now: float) -> None:
         """Time has passed."""
-        if self._upr and self.settings.noop:
-            for node, wire in list(self.wires.items()):
-                if now - wire.heard >= 2 * self.settings.noop:
-                    self.drop(node, now, "no sign of life")
+        for partition in self._undone[None]:
+            self._without_copy(partition, now)
+        for node, since in list(self._displaced.items()):
+            if not self._is_displaced(node):
+                del self._displaced[node]
+            elif now - min(since, self.connections[node].active_at) >= SILENCE:
+                self.drop(node, now, "partitions have moved to other nodes, and their streams did not end")
+        if self._noop:
+            for node, connection in list(self.connections.items()):
+                if now - connection.active_at >= 2 * self._noop:
+                    self.drop(node, now, "no message for two NOOP intervals")
         for partition in [p for p, at in self._retries.items() if at <= now]:
             del self._retries[partition]
             owner = self._owners[partition]
-            if owner in self.wires:
-                self._carry_out(self.wires[owner], self.lanes[partition].open())
+            if owner in self.connections:
+                self._carry_out(self.connections[owner], self.consumers[partition].open())
 
-    def received(self, node: Node, data: bytes, now: float) -> Iterator[Event]:
-        """Bytes of a connection, as events. Each is made when asked for; ask for all of them."""
-        wire = self.wires[node]
-        self.count(wire, data, now)
-        for item in wire.frames.typed(data, self.lanes, self.dialect):
+    def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[Event]:
+        """Bytes of a connection, as events. They are made lazily; consume all of them."""
+        connection = self.connections[node]
+        self.count(connection, data, now)
+        for item in connection.frames.typed(data, self.consumers, self.dialect):
             if isinstance(item, tuple):
                 yield from self.on_message(node, item[0], now)
-                if self.wires.get(node) is not wire:
-                    return  # dropped: what follows stands on a claim that did not hold
+                if self.connections.get(node) is not connection:
+                    return  # dropped: what follows was sent for a position that the node must not resume from
             else:
                 yield item
 
-    def count(self, wire: Wire, data: bytes, now: float) -> None:
-        wire.heard = now
-        wire.received += len(data)
+    def count(self, connection: StreamConnection, data: bytes, now: float) -> None:
+        connection.active_at = now
+        connection.received += len(data)
         self.bytes_received += len(data)
 
-    def processed(self, node: Node, size: int) -> None:
-        """The application is through with this many bytes of streams."""
-        wire = self.wires.get(node)
-        if wire is not None and (due := wire.acks.processed(size)):
-            self._say(wire, BufferAck(size=due, opaque=ASIDE))
+    def _without_copy(self, partition: Partition, now: float) -> None:
+        if partition not in self._unserved:
+            # A failover concerns many partitions at the same time: one warning is enough.
+            level = logging.INFO if self._unserved else logging.WARNING
+            self._unserved[partition] = (now, "")
+            log.log(level, "partition %d has no active copy; waiting for one", partition)
+
+    def check_patience(self, now: float, patience: float | None, *, timeout: float) -> None:
+        """Raise where no node was reachable, or a partition had no active copy, for longer than `patience`.
+
+        A read with an end waits `timeout` seconds for an active copy even without a given patience.
+        """
+        for partition, (since, why) in self._unserved.items():
+            limit = timeout if patience is None else patience
+            bounded = patience is not None or self.consumers[partition].until is not None
+            if bounded and now - since > limit:
+                raise no_active_copy(partition, why=why)
+        if self.connections or self.done:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif patience is not None and now - self._alone_since > patience:
+            raise TimedOut(f"no node could be reached for {patience:g} seconds; is one running?")
+
+    def processed(self, node: NodeAddress, size: int) -> None:
+        """The application has processed this many bytes of streams."""
+        connection = self.connections.get(node)
+        if connection is not None and (due := connection.acks.processed(size)):
+            connection.send(BufferAck(size=due, opaque=NO_STREAM))
 
     def went_back(self, partition: Partition, to: Seqno | None = None) -> None:
-        """The application has taken back what a rollback said, or more: it stands at `to`."""
+        """The application has undone a rollback, by default to the requested seqno, else to `to`."""
         owner = self._owners[partition]
-        wire = self.wires.get(owner) if owner is not None else None
-        effects = self.lanes[partition].went_back(to, connected=wire is not None)
-        if wire is not None:
-            self._carry_out(wire, effects)
+        connection = self.connections.get(owner) if owner is not None else None
+        effects = self.consumers[partition].went_back(to, connected=connection is not None)
+        if connection is not None:
+            self._carry_out(connection, effects)
 
     # ── Messages ──────────────────────────────────────────────────────────────────────────────────
 
-    def on_message(self, node: Node, message: Message, now: float) -> list[Event]:
-        """Any message but a change that `Frames` has already dealt with."""
-        wire = self.wires[node]
+    def on_message(self, node: NodeAddress, message: Message, now: float) -> list[Event]:
+        """Any message but a change that `StreamFramer` has decoded."""
+        connection = self.connections[node]
         match message:
             case Noop():
-                self._say(wire, Acknowledged(opcode=0x5C, opaque=message.opaque))
+                connection.send(Acknowledged(opcode=self.dialect.opcode(Noop), opaque=message.opaque))
                 return []
             case Acknowledged() | Response():
                 return []
@@ -301,86 +372,111 @@ class Follower:
             case SeqnosAnswer():
                 highs = dict(message.seqnos)
                 effects = [
-                    e for lane in self._lanes_of(node) for e in lane.on_high(highs.get(lane.partition))
+                    e
+                    for consumer in self._unfinished(node)
+                    for e in consumer.on_high(highs.get(consumer.partition))
                 ]
-                return self._carry_out(wire, effects[:1], node, now)  # one connection is dropped once
+                return self._carry_out(connection, effects[:1], node, now)  # one connection is dropped once
             case FailoverLogAnswer():
-                lane = self._lane(message.opaque)
-                return self._carry_out(wire, lane.on_log(_log(message)), node, now)
+                consumer = self._consumer(message.opaque)
+                return self._carry_out(connection, consumer.on_log(_log(message)), node, now)
             case StreamAccepted():
-                lane = self._lane(message.opaque)
-                self._lane_backoffs.pop(lane.partition, None)
+                consumer = self._consumer(message.opaque)
+                self._partition_backoffs.pop(consumer.partition, None)
+                self._unserved.pop(consumer.partition, None)
                 if self._backoffs.pop(node, None) is not None:
-                    log.warning("%s: back again", node)
-                return self._carry_out(wire, lane.on_accepted(message.versions), node, now)
-            case RollbackRequired():
-                return self._carry_out(wire, self._lane(message.opaque).on_rollback(message.seqno))
+                    log.warning("%s: reconnected", node)
+                return self._carry_out(connection, consumer.on_accepted(message.versions), node, now)
+            case RollbackAnswer():
+                return self._carry_out(connection, self._consumer(message.opaque).on_rollback(message.seqno))
         opaque = getattr(message, "opaque", -1)
-        lane = self._lane(opaque)
-        effects = lane.on(message)  # type: ignore[arg-type]  # what is left are the messages of a stream
-        if lane.stage is Stage.RESTING:
-            self._stream_ended(lane, now)
-        elif lane.stage is Stage.DONE:
-            self._finish(lane.partition)
-        return self._carry_out(wire, effects, node, now)
+        consumer = self._consumer(opaque)
+        effects = consumer.on(message)  # type: ignore[arg-type]  # what is left are the messages of a stream
+        if consumer.stream.phase is Following.AWAY:
+            self._stream_ended(consumer, now)
+        elif consumer.stream.phase is Following.DONE:
+            self._finish(consumer.partition)
+        return self._carry_out(connection, effects, node, now)
 
-    def _stream_ended(self, lane: Lane, now: float) -> None:
-        """A stream ended before it had everything: when to ask again."""
-        log.info("partition %d: the stream ended at %d, %s", lane.partition, lane.stream.seqno, lane.ended)
-        if lane.ended == EndReason.STATE_CHANGED and self._learn_at is None:
+    def _stream_ended(self, consumer: PartitionConsumer, now: float) -> None:
+        """A stream ended early: when to request it again."""
+        log.info(
+            "partition %d: the stream ended at %d, %s",
+            consumer.partition,
+            consumer.stream.seqno,
+            consumer.ended,
+        )
+        if not self._follow_map([consumer]):
+            return
+        if consumer.ended == EndReason.STATE_CHANGED and self._learn_at is None:
             self._learn_at = now
-        self._later(lane.partition, now)
+        self._later(consumer.partition, now)
 
-    def _refused(self, node: Node, message: Refusal, now: float) -> None:
+    def _refused(self, node: NodeAddress, message: Refusal, now: float) -> None:
+        if message.opaque == OPTIONAL:
+            return
+        if self.connections[node].refused_flags(message):
+            self._open_flags = PRODUCER
+            self.drop(node, now, "it does not have the flags of OPEN; opening without them")
+            return
         answer = Answer(message.opcode, message.status, message.opaque, 0, b"", b"", message.value)
-        if message.opaque == ASIDE or message.opaque not in self.lanes:
+        if message.opaque == NO_STREAM or message.opaque not in self.consumers:
             raise refusal(answer)
-        lane = self._lane(message.opaque)
-        lane.cut()
+        consumer = self._consumer(message.opaque)
+        consumer.cut()
         if message.status == Status.NOT_MY_VBUCKET:
-            if message.value:
-                self.learned(Routes.parse(message.value, asked=node), now)
-            if self._owners[lane.partition] == node and lane.stage is Stage.RESTING:
-                self._later(lane.partition, now)
+            self._without_copy(consumer.partition, now)
+            self._take_map(node, message.value, now)
+            if self._owners[consumer.partition] == node and consumer.stream.phase is Following.AWAY:
+                self._later(consumer.partition, now)
                 self._learn_at = self._learn_at or now
-        elif message.status in _PATIENT:
-            self._later(lane.partition, now)
+        elif message.status in RETRIED:
+            self._later(consumer.partition, now)
         else:
-            raise refusal(answer, partition=lane.partition)
+            raise refusal(answer, partition=consumer.partition)
+
+    def _take_map(self, node: NodeAddress, value: bytes, now: float) -> None:
+        """The map that came with a refusal. Many partitions are refused with the same one."""
+        if value and value != self._map_seen:
+            self._map_seen = value
+            self.learned(Routes.parse(value, asked=node, tls=self.routes.tls), now)
+        else:
+            self._follow_map(self._unfinished(node))
 
     def _later(self, partition: Partition, now: float) -> None:
-        backoff = self._lane_backoffs.setdefault(partition, Backoff(self.settings.backoff, self._random))
+        backoff = self._partition_backoffs.setdefault(partition, Backoff(self.settings.backoff, self._random))
         self._retries[partition] = now + backoff.next()
 
-    def _lane(self, opaque: int) -> Lane:
-        lane = self.lanes.get(Partition(opaque))
-        if lane is None:
+    def _consumer(self, opaque: int) -> PartitionConsumer:
+        consumer = self.consumers.get(Partition(opaque))
+        if consumer is None:
             raise RemoteProtocolError(f"a message of stream {opaque} came, which was never asked for")
-        return lane
+        return consumer
 
-    def _lanes_of(self, node: Node) -> list[Lane]:
-        """The partitions of a node that are not done, in order."""
-        return [self.lanes[partition] for partition in sorted(self._undone.get(node, ()))]
+    def _unfinished(self, node: NodeAddress) -> list[PartitionConsumer]:
+        """The consumers of a node's partitions that have not reached their end, in order."""
+        return [self.consumers[partition] for partition in sorted(self._undone.get(node, ()))]
 
     def _carry_out(
-        self, wire: Wire, effects: Effects, node: Node | None = None, now: float = 0.0
+        self,
+        connection: StreamConnection,
+        effects: Effects,
+        node: NodeAddress | None = None,
+        now: float = 0.0,
     ) -> list[Event]:
-        """Send the messages; the events are left."""
-        told: list[Event] = []
+        """Queue the messages, and return the events."""
+        events: list[Event] = []
         for effect in effects:
-            if isinstance(effect, Drop):
+            if isinstance(effect, DropConnection):
                 assert node is not None
                 self.drop(node, now, "the history branched during the handshake")
-            elif isinstance(effect, AskHighs):
-                wire.highs_due = True
+            elif isinstance(effect, RequestSeqnos):
+                connection.seqnos_due = True
             elif hasattr(effect, "operation"):
-                told.append(effect)  # type: ignore[arg-type]  # only events have one
+                events.append(effect)  # type: ignore[arg-type]  # only events have one
             else:
-                self._say(wire, effect)
-        return told
-
-    def _say(self, wire: Wire, message: Message) -> None:
-        wire.out += self.dialect.encode(message)
+                connection.send(effect)
+        return events
 
 
 def _log(message: FailoverLogAnswer) -> FailoverLog:
@@ -388,6 +484,3 @@ def _log(message: FailoverLogAnswer) -> FailoverLog:
         return FailoverLog(message.versions)
     except ValueError as error:
         raise RemoteProtocolError(f"the failover log makes no sense: {error}") from None
-
-
-__all__ = ["FollowSettings", "Follower", "Wire"]

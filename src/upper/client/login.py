@@ -1,8 +1,8 @@
 """The first packets of a connection: HELLO, signing in, and choosing the bucket. No I/O.
 
-`login` is a generator: it yields a packet to send and is sent the answer to it. Of the mechanisms that a
-node offers the strongest is taken; PLAIN, which shows the password, only where nobody can listen. The
-node must prove in turn that it knows the password, or the connection is not used.
+`login` is a generator: it yields a packet to send and receives the response to it. The strongest mechanism
+that the node offers is used; PLAIN, which sends the password, only over TLS or to this machine. With SCRAM
+the node proves in turn that it has the password, or the connection is not used.
 """
 
 from __future__ import annotations
@@ -13,14 +13,23 @@ import hmac
 import struct
 from collections.abc import Callable, Generator
 
-from upper.client.link import Answer, refusal
+from upper.client.link import Answer, Purpose
+from upper.client.refusals import refusal
 from upper.errors import AuthenticationFailed, Refused
 from upper.wire.codes import Feature, Opcode, Status
 from upper.wire.packet import REQUEST, pack
 
-HASHES = {"SCRAM-SHA-512": "sha512", "SCRAM-SHA-256": "sha256"}
-MIN_ITERATIONS = 4096  # RFC 7677; a node that asks for fewer may be after the password
-MAX_ITERATIONS = 10_000_000  # and one that asks for more, after our time
+# The names of RFC 5802 and 7677, and those of Couchbase.
+HASHES = {
+    "SCRAM-SHA-512": "sha512",
+    "SCRAM-SHA512": "sha512",
+    "SCRAM-SHA-256": "sha256",
+    "SCRAM-SHA256": "sha256",
+    "SCRAM-SHA-1": "sha1",
+    "SCRAM-SHA1": "sha1",
+}
+MIN_ITERATIONS = 4096  # RFC 7677; fewer would make guessing the password from the exchange cheap
+MAX_ITERATIONS = 10_000_000  # more would cost too much CPU time
 
 Login = Generator[bytes, Answer, None]
 
@@ -33,16 +42,15 @@ def login(
     private: bool,
     nonce: Callable[[], str],
     name: str = "upper",
-    tokens: bool = False,
+    purpose: Purpose = Purpose.REQUESTS,
 ) -> Login:
-    """Everything before the first request.
-
-    `private`: nobody can listen on this connection. `tokens`: writes shall say where they stand in history,
-    which a node does at a fraction of its full speed.
-    """
-    features = struct.pack(">H", Feature.MUTATION_SEQNO) if tokens else b""
+    """The packets that precede the first request. `private`: the connection is encrypted or local."""
+    features = struct.pack(">H", Feature.JSON)
+    if purpose is Purpose.TOKENS:
+        features += struct.pack(">H", Feature.MUTATION_SEQNO)
+    features += struct.pack(">HHH", Feature.XATTR, Feature.XERROR, Feature.SELECT_BUCKET)
     hello = yield pack(REQUEST, Opcode.HELLO, key=name.encode(), value=features)
-    # A node that knows no HELLO is spoken to without: it only means that writes return no seqno.
+    # A node without HELLO is usable: its responses to writes carry no seqno.
     if hello.status not in (Status.OK, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
         raise refusal(hello)
     if user is not None:
@@ -52,16 +60,24 @@ def login(
         raise Refused(f"there is no bucket {bucket!r} here; check the end of the URL")
     if chosen.status == Status.AUTHENTICATION_FAILED and user is None:
         raise AuthenticationFailed(
-            "the node lets nobody in without a name; write the URL as upr://USER:PASSWORD@HOST:PORT/BUCKET"
+            "the node requires a user; write upr://USER@HOST:PORT/BUCKET, and give the password in "
+            "UPPER_PASSWORD or in a file"
         )
     if chosen.status not in (Status.OK, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
         raise refusal(chosen)
+    if purpose is Purpose.LOGS:
+        from upper.model.messages import Open
+        from upper.wire.dcp import DCP  # the tables of the dialects are loaded where they are needed
+
+        opened = yield DCP.encode(Open(name=f"{name}-{nonce()}".encode()))
+        if opened.status:
+            raise refusal(opened)
 
 
 def _sign_in(user: str, password: str, *, private: bool, nonce: Callable[[], str]) -> Login:
     offer = yield pack(REQUEST, Opcode.SASL_LIST_MECHS)
     if offer.status in (Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
-        return  # a node without users lets everybody in
+        return  # a node without users requires no login
     if offer.status:
         raise refusal(offer)
     offered = offer.value.decode(errors="replace").split()
@@ -71,11 +87,11 @@ def _sign_in(user: str, password: str, *, private: bool, nonce: Callable[[], str
             return
     if "PLAIN" not in offered:
         raise AuthenticationFailed(
-            f"the node offers {', '.join(offered) or 'no way to sign in'}, and none of it is known here"
+            f"the node offers {', '.join(offered) or 'no mechanism'} to log in, which is not supported here"
         )
     if not private:
         raise AuthenticationFailed(
-            "the node only offers PLAIN, which would show the password to the network; add ?tls=on to the URL"
+            "the node offers only PLAIN, which would send the password unencrypted; add ?tls=on to the URL"
         )
     answer = yield pack(
         REQUEST, Opcode.SASL_AUTH, key=b"PLAIN", value=b"\0" + user.encode() + b"\0" + password.encode()
@@ -91,19 +107,19 @@ def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: s
     if first.status != Status.AUTHENTICATION_CONTINUES:
         raise _denied(first)
     try:
-        said = first.value.decode()
-        fields = dict(part.split("=", 1) for part in said.split(","))
+        challenge = first.value.decode()
+        fields = dict(part.split("=", 1) for part in challenge.split(","))
         salt, iterations = base64.b64decode(fields["s"], validate=True), int(fields["i"])
         if not fields["r"].startswith(nonce) or not MIN_ITERATIONS <= iterations <= MAX_ITERATIONS:
             raise ValueError
     except (ValueError, KeyError):
         raise AuthenticationFailed(
-            "the node's part of the sign-in makes no sense; it is not to be trusted"
+            "the node's part of the login is invalid; do not trust this node"
         ) from None
     salted = hashlib.pbkdf2_hmac(hash_name, password.encode(), salt, iterations)
     client_key = hmac.digest(salted, b"Client Key", hash_name)
     without_proof = f"c=biws,r={fields['r']}"
-    spoken = f"{bare},{said},{without_proof}".encode()
+    spoken = f"{bare},{challenge},{without_proof}".encode()
     signature = hmac.digest(hashlib.new(hash_name, client_key).digest(), spoken, hash_name)
     proof = base64.b64encode(bytes(a ^ b for a, b in zip(client_key, signature, strict=True))).decode()
     last = yield pack(
@@ -114,7 +130,7 @@ def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: s
     expected = hmac.digest(hmac.digest(salted, b"Server Key", hash_name), spoken, hash_name)
     if not hmac.compare_digest(last.value, b"v=" + base64.b64encode(expected)):
         raise AuthenticationFailed(
-            "the node could not prove that it knows the password; it is not to be trusted"
+            "the node could not prove that it has the password; do not trust this node"
         )
 
 
@@ -122,5 +138,6 @@ def _denied(answer: Answer) -> Refused:
     if answer.status != Status.AUTHENTICATION_FAILED:
         return refusal(answer)
     return AuthenticationFailed(
-        "the user name or the password is wrong; write them as upr://USER:PASSWORD@HOST:PORT/BUCKET"
+        "the user name or the password is wrong; check USER in upr://USER@HOST:PORT/BUCKET, and the password "
+        "in UPPER_PASSWORD or in its file"
     )

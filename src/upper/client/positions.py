@@ -1,96 +1,45 @@
-"""Where a follower stands in every partition, and how that is written down.
+"""The positions of a consumer in every partition of a bucket, and their JSON form.
 
-A follower keeps more than its newest place: the failover log it last saw, and recent snapshot ends. When
-history branches behind it, the newest of them that is still true is where it goes on; without them it
-could only start again.
+A consumer keeps more than its newest position: the failover log and recent snapshot ends. After a failover
+the newest of them that lies on the new history is where it resumes; without them it could only start again.
+The text of a partition is described in `position_codec`. Version 1, which spelled everything out, is still
+read.
 
-As JSON, which outlives the code that wrote it (64-bit numbers travel as text; logs are newest first, ends
-oldest first):
-
-    {"format": "upper.positions", "version": 1, "bucket": "default", "of": 1024,
-     "partitions": {"7": {"log": [["branch", "seqno"], ...], "ends": ["seqno", ...]}}}
+    {"format": "upper.positions", "version": 2, "bucket": "default", "of": 1024,
+     "partitions": {"7": "80+10+9 4711@12 815@0"}}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from upper.client.position_codec import ResumePoints, as_number, decode, encode
 from upper.errors import BadCheckpoint
-from upper.history.trail import Trail, thinned
-from upper.model.values import (
-    MAX_SEQNO,
-    START,
-    ZERO,
-    BranchId,
-    FailoverLog,
-    Partition,
-    Position,
-    Seqno,
-    Version,
-)
+from upper.model.values import MAX_SEQNO, BranchId, FailoverLog, Partition, Position, Seqno, Version
 
 FORMAT = "upper.positions"
-VERSION = 1
-MOST_ENDS = 16  # kept of a partition in what is saved
+VERSION = 2
 Json: TypeAlias = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a follower knows of one partition: the log, and where it was consistent, oldest first."""
-
-    log: FailoverLog | None = None
-    ends: tuple[Seqno, ...] = ()
-
-    def __post_init__(self) -> None:
-        Trail(self.log, self.ends)  # refuses what makes no sense
-
-    @classmethod
-    def at(cls, position: Position) -> Known:
-        """Somebody who knows a single place."""
-        if not position.consistent:
-            raise ValueError(f"a position inside a snapshot, {position.snapshot}, is not one to keep")
-        if not position.branch:
-            if position.seqno:
-                raise ValueError(f"seqno {position.seqno} means nothing without its branch")
-            return cls()
-        log = FailoverLog((Version(position.branch, ZERO),))
-        return cls(log, (position.seqno,) if position.seqno else ())
-
-    @classmethod
-    def of(cls, trail: Trail) -> Known:
-        ends = trail.ends if len(trail.ends) <= MOST_ENDS else thinned(trail.ends)[-MOST_ENDS:]
-        return cls(trail.log, tuple(ends))
-
-    @property
-    def position(self) -> Position:
-        if self.log is None:
-            return START
-        return Position.at(self.log.branch, self.ends[-1] if self.ends else ZERO)
-
-    def trail(self) -> Trail:
-        return Trail(self.log, self.ends)
-
-
 class Positions(Mapping[Partition, Position]):
-    """A consistent place in each partition, with the older ones that a rollback may lead back to."""
+    """A position in each partition, with the older ones that a rollback can return to."""
 
     def __init__(
         self,
-        places: Mapping[Partition, Position | Known],
+        places: Mapping[Partition, Position | ResumePoints],
         *,
         bucket: str | None = None,
         of: int | None = None,
     ) -> None:
         """`of`: how many partitions the bucket has, where that is known."""
         self.bucket, self.of = bucket, of
-        self._known: dict[Partition, Known] = {}
+        self._known: dict[Partition, ResumePoints] = {}
         for partition, place in sorted(places.items()):
             if not 0 <= partition < (of or 65536):
                 raise ValueError(f"there is no partition {partition} among {of or 65536}")
-            self._known[partition] = place if isinstance(place, Known) else Known.at(place)
+            self._known[partition] = place if isinstance(place, ResumePoints) else ResumePoints.at(place)
 
     def __getitem__(self, partition: Partition) -> Position:
         return self._known[partition].position
@@ -111,9 +60,9 @@ class Positions(Mapping[Partition, Position]):
     def __repr__(self) -> str:
         return f"<positions in {len(self)} partitions of {self.bucket or 'a bucket'}>"
 
-    def known(self, partition: Partition) -> Known:
+    def known(self, partition: Partition) -> ResumePoints:
         """Everything that is known of a partition; nothing where nothing is."""
-        return self._known.get(partition, Known())
+        return self._known.get(partition, ResumePoints())
 
     def updated(self, newer: Positions) -> Positions:
         """These positions, replaced by `newer` in the partitions that it has."""
@@ -127,56 +76,42 @@ class Positions(Mapping[Partition, Position]):
             "version": VERSION,
             "bucket": self.bucket,
             "of": self.of,
-            "partitions": {
-                str(partition): {
-                    "log": [[str(version.branch), str(version.seqno)] for version in known.log or ()],
-                    "ends": [str(end) for end in known.ends],
-                }
-                for partition, known in self._known.items()
-            },
+            "partitions": encode(self._known),
         }
 
     @classmethod
     def from_json(cls, value: object) -> Positions:
-        """The positions that `to_json` wrote; BadCheckpoint where this is something else."""
+        """The positions that `to_json` wrote; raises BadCheckpoint for anything else."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise BadCheckpoint(
-                "these are not the positions of a follower; give what one has saved, or start over"
+                "these are not the positions of a consumer; give what one has saved, or start over"
             )
         version = value.get("version")
-        if version != VERSION:
+        if version not in (1, VERSION):
             raise BadCheckpoint(
-                f"positions of version {version!r} are not understood here, only version {VERSION}; "
-                "use the software that wrote them, or start over"
+                f"positions of version {version!r} cannot be read by this release, only up to {VERSION}; "
+                "use the release that wrote them, or start over"
             )
         try:
             partitions, bucket, of = value["partitions"], value["bucket"], value["of"]
             if not (bucket is None or isinstance(bucket, str)) or not (of is None or isinstance(of, int)):
-                raise ValueError("its bucket is not described")
-            known = {
-                Partition(_number(partition, 65535)): _known(place) for partition, place in partitions.items()
-            }
-            return cls(known, bucket=bucket, of=of)
+                raise ValueError("the bucket is not named")
+            if version == VERSION:
+                return cls(decode(partitions), bucket=bucket, of=of)
+            numbered = {Partition(as_number(name, 65535, name)): place for name, place in partitions.items()}
+            return cls({p: _version_1(place) for p, place in numbered.items()}, bucket=bucket, of=of)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadCheckpoint(f"the positions are damaged ({error}); restore them, or start over") from None
 
 
-def _known(place: Mapping[str, list[object]]) -> Known:
+def _version_1(place: Mapping[str, list[object]]) -> ResumePoints:
+    """A partition as {"log": [["branch", "seqno"], ...], "ends": ["seqno", ...]}."""
     versions = []
     for pair in place["log"]:
-        branch, seqno = _pair(pair)
-        versions.append(Version(BranchId(_number(branch, 2**64 - 1)), Seqno(_number(seqno, MAX_SEQNO))))
-    ends = tuple(Seqno(_number(end, MAX_SEQNO)) for end in place["ends"])
-    return Known(FailoverLog(tuple(versions)) if versions else None, ends)
-
-
-def _pair(value: object) -> tuple[object, object]:
-    if not isinstance(value, list) or len(value) != 2:
-        raise ValueError(f"{value!r} is not a branch and a seqno")
-    return value[0], value[1]
-
-
-def _number(text: object, most: int) -> int:
-    if not isinstance(text, str) or not (text.isascii() and text.isdigit()) or int(text) > most:
-        raise ValueError(f"{text!r} is not a number up to {most}, written as text")
-    return int(text)
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"{pair!r} is not a branch and a seqno")
+        versions.append(
+            Version(BranchId(as_number(pair[0], 2**64 - 1, pair)), Seqno(as_number(pair[1], MAX_SEQNO, pair)))
+        )
+    ends = tuple(Seqno(as_number(end, MAX_SEQNO, end)) for end in place["ends"])
+    return ResumePoints(FailoverLog(tuple(versions)) if versions else None, ends)

@@ -1,8 +1,8 @@
-"""Between a follower and an application: what has been handed over, acknowledged and saved.
+"""The application's side of a follower: what was delivered, acknowledged and saved.
 
-Whoever asks for the next item is through with the last one; so bytes are acknowledged to the node, and places
-are kept, as the application goes. In manual mode places are kept when `acknowledge` says so. What is saved is
-always the end of a snapshot that the application is through with. The drivers bring bytes and time; nothing
+A request for the next item acknowledges the last one: bytes are acknowledged to the node, and positions
+advance, as the application proceeds. In manual mode positions advance at `acknowledge`. A saved position is
+always the end of a snapshot that the application has processed. The drivers supply bytes and time; nothing
 here waits.
 """
 
@@ -13,55 +13,55 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from upper.client.events import Event, Rollback, SnapshotEnd
-from upper.client.plan import Plan, Wanted
-from upper.client.positions import Known, Positions
-from upper.client.url import Node
+from upper.client.follow import Follower
+from upper.client.plan import ChangesRequest, Plan
+from upper.client.position_codec import ResumePoints
+from upper.client.positions import Positions
+from upper.client.url import NodeAddress
 from upper.errors import LocalProtocolError, RemoteProtocolError, RollbackRequired
 from upper.model.values import Partition, Seqno
 
 T = TypeVar("T")
-PATIENCE = (
-    5  # connections in a row that may break the protocol before that is taken for more than an accident
-)
+MAX_PROTOCOL_ERRORS = 5  # connections in a row that may break the protocol before the error is raised
 
 
 class Decoder(Protocol[T]):
-    """Bytes of a connection as what the application gets; rollbacks always as events."""
+    """Turns the bytes of a connection into what the application gets; rollbacks are always events."""
 
-    settled: bool  # whether everything that the lanes know of has been handed over
+    settled: bool  # whether everything that the consumers have counted has been delivered
 
-    def received(self, node: Node, data: bytes, now: float) -> Iterator[T | Rollback]: ...
+    def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[T | Rollback]: ...
 
     def touched(self, item: T | Rollback | None) -> set[Partition]:
-        """Partitions whose consistent place has moved up to this item, since last asked."""
+        """Partitions whose position has moved up to this item, since the last call."""
         ...
 
     def row(self, event: Rollback) -> T: ...
 
 
 class Reader(Generic[T]):
-    """The application's end of a follower."""
+    """Delivers items to the application, and tracks what it has processed."""
 
-    def __init__(self, plan: Plan, wanted: Wanted, decoder: Decoder[T]) -> None:
-        self.follower, self.wanted = plan.follower, wanted
+    def __init__(self, plan: Plan, request: ChangesRequest, decoder: Decoder[T]) -> None:
+        self.follower, self.request = plan.follower, request
         self.reconnects_for_errors = 0
         self._decoder = decoder
-        self._store = wanted.store
+        self._store = request.store
         self._begins = plan.begins
-        self._acknowledged: dict[Partition, Known] = {}
+        self._acknowledged: dict[Partition, ResumePoints] = {}
         self._touched: set[Partition] = set()
         self._dirty = False
         self._saved_at = float("-inf")
         self._items: Iterator[T | Rollback] | None = None
-        self._node: Node | None = None
-        self._owed: dict[Node, int] = {}
+        self._node: NodeAddress | None = None
+        self._owed: dict[NodeAddress, int] = {}
         self._going_back: Rollback | None = None
-        self._left_at: float | None = None  # when the application went to work on an item
+        self._left_at: float | None = None  # when the application got an item to process
 
     # ── Items ─────────────────────────────────────────────────────────────────────────────────────
 
-    def push(self, node: Node, data: bytes, now: float) -> None:
-        """Bytes have come. `next` until it gives None before more of them."""
+    def push(self, node: NodeAddress, data: bytes, now: float) -> None:
+        """Bytes have arrived. Call `next` until it returns None before the next `push`."""
         self._node = node
         self._items = self._decoder.received(node, data, now)
 
@@ -76,22 +76,22 @@ class Reader(Generic[T]):
         except RemoteProtocolError as error:
             self._items = None
             self.reconnects_for_errors += 1
-            # Where lanes are ahead of what was handed over, going on from them would lose the difference.
-            if self.reconnects_for_errors >= PATIENCE or not self._decoder.settled:
+            # Where consumers are ahead of what was delivered, resuming from them would lose the difference.
+            if self.reconnects_for_errors >= MAX_PROTOCOL_ERRORS or not self._decoder.settled:
                 raise
             self.follower.drop(node, now, error)
             return None
         if item is None:
             self._items = None
-            wire = self.follower.wires.get(node)
-            if wire is not None:
-                self._owed[node] = self._owed.get(node, 0) + wire.frames.take_streamed()
+            connection = self.follower.connections.get(node)
+            if connection is not None:
+                self._owed[node] = self._owed.get(node, 0) + connection.frames.take_streamed()
             self._note(self._decoder.touched(None))
-            if self.wanted.acknowledge == "automatic":
-                # It is waiting for us, so it is through with all it has.
+            if self.request.acknowledge == "automatic":
+                # The application waits for the next item, so it has processed all others.
                 self.acknowledge()
             if not self._holds_back:
-                self._pay()
+                self._acknowledge_bytes()
             return None
         self._note(self._decoder.touched(item))
         self._left_at = now
@@ -103,35 +103,34 @@ class Reader(Generic[T]):
             self.reconnects_for_errors = 0
 
     def handler_due(self, event: Rollback) -> bool:
-        """Whether a callback must deal with this rollback before the application sees it."""
-        if callable(self.wanted.on_rollback):
+        """Whether a callback must undo this rollback before the application sees the event."""
+        if callable(self.request.on_rollback):
             return True
-        if self.wanted.on_rollback is None and self.wanted.has_state:
+        if self.request.on_rollback is None and self.request.has_state:
             raise RollbackRequired(
-                f"partition {event.partition} must go back to seqno {event.to} ({event.why}), and nobody "
-                "here can: give `on_rollback` a function that takes back what is past it, or 'continue' "
-                "to see to it in the loop",
+                f"partition {event.partition} must go back to seqno {event.to} ({event.why}); give "
+                "`on_rollback` a function that undoes what is past it, or 'continue' to do so in the loop",
                 partition=event.partition,
                 to=event.to,
             )
         return False
 
     def handled(self, event: Rollback, to: object) -> T:
-        """The callback has gone back, to where it was asked (None) or to an earlier snapshot end."""
+        """The callback has gone back, to the requested seqno (None) or to an earlier snapshot end."""
         if to is not None:
             if not isinstance(to, int) or not 0 <= to <= event.to:
                 raise LocalProtocolError(
                     f"on_rollback went to {to!r}; it goes to {event.to} (and may return None), or before it"
                 )
             self.follower.went_back(event.partition, Seqno(to))
-            to = self.follower.lanes[event.partition].stream.seqno
+            to = self.follower.consumers[event.partition].stream.seqno
             event = replace(event, to=Seqno(to), lost=(Seqno(to), event.lost[1]))
         else:
             self.follower.went_back(event.partition)
         return self._decoder.row(event)
 
     def seen(self, event: Rollback) -> T:
-        """Without a callback the application goes back when it sees the item, before it asks on."""
+        """Without a callback the application goes back when it gets the item, before it asks for the next."""
         self._going_back = event
         return self._decoder.row(event)
 
@@ -145,45 +144,45 @@ class Reader(Generic[T]):
         if self._going_back is not None:
             event, self._going_back = self._going_back, None
             self.follower.went_back(event.partition)
-        if self.wanted.acknowledge == "automatic":
+        if self.request.acknowledge == "automatic":
             self.acknowledge()
 
     def acknowledge(self) -> None:
-        """The application is through with everything that it was given."""
+        """The application has processed everything that was delivered."""
         if self._touched:
-            lanes = self.follower.lanes
+            consumers = self.follower.consumers
             for partition in self._touched:
-                self._acknowledged[partition] = lanes[partition].known
+                self._acknowledged[partition] = consumers[partition].known
             self._touched.clear()
             self._dirty = True
         if self._holds_back:
-            self._pay()
+            self._acknowledge_bytes()
 
     @property
     def _holds_back(self) -> bool:
         """Whether bytes are acknowledged to the node only when the application acknowledges the changes.
 
-        Only where the node would otherwise not send them again. Elsewhere that would be a trap: whoever waits
-        for the end of a snapshot that is larger than the window would wait for ever.
+        Only where the node would otherwise not send them again. Elsewhere it could deadlock: an application
+        that waits for the end of a snapshot larger than the window would never get it.
         """
-        return self.wanted.acknowledge == "manual" and self.follower.remembers
+        return self.request.acknowledge == "manual" and self.follower.remembers
 
-    def _pay(self) -> None:
+    def _acknowledge_bytes(self) -> None:
         for node, size in self._owed.items():
             self.follower.processed(node, size)
         self._owed.clear()
 
     @property
     def positions(self) -> Positions:
-        """The consistent places in what has been handed over."""
-        return self._with({p: lane.known for p, lane in self.follower.lanes.items()})
+        """The positions of what has been delivered."""
+        return self._with({p: consumer.known for p, consumer in self.follower.consumers.items()})
 
     @property
     def acknowledged(self) -> Positions:
-        """The consistent places in what the application is through with."""
+        """The positions of what the application has processed."""
         return self._with(self._acknowledged)
 
-    def _with(self, known: dict[Partition, Known]) -> Positions:
+    def _with(self, known: dict[Partition, ResumePoints]) -> Positions:
         begins = self._begins
         return begins.updated(Positions(known, bucket=begins.bucket, of=begins.of))
 
@@ -191,24 +190,25 @@ class Reader(Generic[T]):
         """When to save; None while there is nothing new."""
         if self._store is None or not self._dirty:
             return None
-        return self._saved_at + self.wanted.checkpoint_every
+        return self._saved_at + self.request.checkpoint_every
 
     def save(self, now: float) -> None:
-        """Keep what is acknowledged, if that is news."""
+        """Save the acknowledged positions if they have changed."""
         if self._store is not None and self._dirty:
             self._store.save(self.acknowledged)
             self._dirty, self._saved_at = False, now
 
 
-class Typed:
-    """Events, one by one."""
+class EventDecoder:
+    """Bytes of a connection as events, one by one."""
 
     settled = True
 
-    def __init__(self, plan: Plan) -> None:
-        self._follower = plan.follower
+    def __init__(self, follower: Follower) -> None:
+        follower.with_xattrs = True
+        self._follower = follower
 
-    def received(self, node: Node, data: bytes, now: float) -> Iterator[Event]:
+    def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[Event]:
         return self._follower.received(node, data, now)
 
     def touched(self, item: object) -> set[Partition]:

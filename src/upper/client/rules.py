@@ -3,7 +3,7 @@
 The same pure functions that every node answers with. The pipeline asks them before it plans a batch.
 """
 
-from upper.history.resume import Answer, Refuse, Resume, Rollback, common_point, decide
-from upper.history.trail import Trail
+from upper.history.resume import Answer, Refuse, Resume, RollbackTo, common_point, decide
+from upper.history.trail import Trail, thinned
 
-__all__ = ["Answer", "Refuse", "Resume", "Rollback", "Trail", "common_point", "decide"]
+__all__ = ["Answer", "Refuse", "Resume", "RollbackTo", "Trail", "common_point", "decide", "thinned"]

@@ -1,6 +1,6 @@
-"""Sockets for the blocking driver: opening a connection to a node, and exchanging batches of packets.
+"""Connections of the blocking driver: opening one, logging in, and exchanging packets.
 
-Dull on purpose: what is sent and what it means is decided in `login`, `commands` and `follow`.
+What is sent, and what it means, is decided in `login`, `commands` and `follow`.
 """
 
 from __future__ import annotations
@@ -12,49 +12,57 @@ import socket
 import ssl
 import time
 from base64 import b64encode
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from upper.client.calls import Batch
-from upper.client.link import Answer, Link, finals
+from upper.client.calls import Exchange, Replies
+from upper.client.link import Answer, Link, Purpose, finals
 from upper.client.login import Login, login
-from upper.client.url import Address, Node
-from upper.errors import BadUrl, RemoteProtocolError, TimedOut, Unreachable
+from upper.client.url import Address, NodeAddress
+from upper.errors import (
+    BadUrl,
+    Busy,
+    RemoteProtocolError,
+    TemporaryFailure,
+    TimedOut,
+    Unreachable,
+    UpperError,
+)
 
 if TYPE_CHECKING:
     from asyncio.trsock import TransportSocket
 
 READ = 1 << 20  # bytes asked of a socket at once
-SILENCE, PROBES = 60, 3  # seconds without a byte before the other machine is asked, and again: so often
+SILENCE, PROBES = 60, 3  # seconds without a byte before the first keepalive probe, and how many probes
+NOT_CONNECTED = (Unreachable, Busy, TemporaryFailure)  # why a connection was not opened; others are final
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 @dataclass(frozen=True)
-class Access:
-    """How to reach and enter a bucket: everything a new connection needs to know."""
+class ConnectOptions:
+    """What a new connection needs: address, TLS context and client name."""
 
     address: Address
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     name: str = "upper"
 
-    def private(self, node: Node) -> bool:
+    def private(self, node: NodeAddress) -> bool:
         return self.tls is not None or node.local
 
-    def login(self, node: Node, *, tokens: bool = False) -> Login:
+    def login(self, node: NodeAddress, *, purpose: Purpose = Purpose.REQUESTS) -> Login:
         return login(
             user=self.address.user,
-            password=self.address.password,
+            password=self.address.read_password(),
             bucket=self.address.bucket,
             private=self.private(node),
             nonce=lambda: b64encode(secrets.token_bytes(18)).decode(),
             name=self.name,
-            tokens=tokens,
+            purpose=purpose,
         )
 
 
 def tls_context(address: Address, given: bool | ssl.SSLContext | None) -> ssl.SSLContext | None:
-    """The context that a URL and an argument ask for; certificates are always checked."""
+    """The TLS context that a URL and an argument ask for; certificates are always checked."""
     if isinstance(given, ssl.SSLContext):
         return given
     wanted = address.tls if given is None else given
@@ -70,22 +78,26 @@ def tls_context(address: Address, given: bool | ssl.SSLContext | None) -> ssl.SS
         raise BadUrl(f"ca={authority} cannot be read ({why}); name a file of PEM certificates") from None
 
 
-def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = False) -> socket.socket:
-    """A connection to a node, signed in; it does not block any more when this returns."""
+def open_socket(
+    access: ConnectOptions, node: NodeAddress, deadline: float, *, purpose: Purpose = Purpose.REQUESTS
+) -> socket.socket:
+    """Open a connection to a node and log in; the socket returned is non-blocking."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise TimedOut(f"no time was left to connect to {node}; give the call more of it")
+        raise TimedOut(f"no time was left to connect to {node}; give the call more time")
     try:
         connection = socket.create_connection((node.host, node.port), timeout=left)
     except TimeoutError:
         raise TimedOut(f"{node} did not answer in time; is a node running there?") from None
     except OSError as error:
-        raise Unreachable(f"{node} cannot be reached ({_reason(error)}); is a node running there?") from None
+        raise Unreachable(
+            f"{node} cannot be reached ({reason_of(error)}); is a node running there?"
+        ) from None
     try:
         prepare(connection)
         if access.tls is not None:
             connection = access.tls.wrap_socket(connection, server_hostname=node.host)
-        _sign_in(access.login(node, tokens=tokens), node, connection, deadline)
+        _log_in(access.login(node, purpose=purpose), node, connection, deadline)
         connection.setblocking(False)
         return connection
     except ssl.SSLCertVerificationError as error:
@@ -98,7 +110,7 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
         raise no_tls(node, error) from None
     except TimeoutError:
         connection.close()
-        raise TimedOut(f"{node} took the connection and said nothing; is it a node?") from None
+        raise TimedOut(f"{node} accepted the connection and did not respond; is it a node?") from None
     except OSError:
         connection.close()
         raise hung_up(node, plain=access.tls is None) from None
@@ -111,9 +123,9 @@ def open_socket(access: Access, node: Node, deadline: float, *, tokens: bool = F
 
 
 def prepare(connection: socket.socket | TransportSocket) -> None:
-    """Small packets leave at once, and a machine that is gone without a word is noticed.
+    """Send small packets at once, and detect a machine that is gone.
 
-    UPR has NOOPs for that; who waits for changes over an older dialect would wait for ever.
+    UPR has NOOPs for that; the older dialects rely on keepalive probes.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -126,23 +138,23 @@ def prepare(connection: socket.socket | TransportSocket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def hung_up(node: Node, *, plain: bool) -> Unreachable:
+def hung_up(node: NodeAddress, *, plain: bool) -> Unreachable:
     tls = "does it want TLS (uprs://), or " if plain else ""
-    return Unreachable(f"{node} closed the connection before anybody had signed in; {tls}is it no node?")
+    return Unreachable(f"{node} closed the connection during login; {tls}is it not a node?")
 
 
-def no_node(node: Node) -> Unreachable:
+def no_node(node: NodeAddress) -> Unreachable:
     return Unreachable(f"what answers at {node} is not a node; check the host and the port")
 
 
-def no_tls(node: Node, error: ssl.SSLError) -> Unreachable:
+def no_tls(node: NodeAddress, error: ssl.SSLError) -> Unreachable:
     why = (error.reason or str(error)).replace("_", " ").lower()
     return Unreachable(
-        f"{node} cannot be spoken to with TLS ({why}); is it served with a certificate? else leave tls=on out"
+        f"{node} does not accept TLS ({why}); is it served with a certificate? else leave tls=on out"
     )
 
 
-def _sign_in(steps: Login, node: Node, connection: socket.socket, deadline: float) -> None:
+def _log_in(steps: Login, node: NodeAddress, connection: socket.socket, deadline: float) -> None:
     link = Link()
     try:
         packet = next(steps)
@@ -160,122 +172,159 @@ def _sign_in(steps: Login, node: Node, connection: socket.socket, deadline: floa
         return
 
 
-class Line:
+class NodeConnection:
     """One open key-value connection."""
 
-    def __init__(self, node: Node, connection: socket.socket) -> None:
-        self.node, self.socket, self.link = node, connection, Link()
+    def __init__(self, node: NodeAddress, opened: socket.socket) -> None:
+        self.node, self.socket, self.link = node, opened, Link()
 
     def stale(self) -> bool:
-        """True when the node has closed it, or sent what nobody asked for."""
+        """Whether the node has closed it, or sent something without a request."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN)
         return bool(poll.poll(0))
 
     def send(self, data: memoryview) -> int:
-        """How many bytes could be sent right now."""
+        """Send what the socket takes without blocking; the number of bytes sent."""
         try:
             return self.socket.send(data)
         except _LATER:
             return 0
 
     def receive(self) -> bytes | None:
-        """What is there right now: None for nothing, empty when the node has closed."""
+        """The bytes that have arrived: None for none, empty when the node has closed."""
         try:
             return self.socket.recv(READ)
         except _LATER:
             return None
 
 
-class _Work:
-    """What one node still has to be sent, and to answer."""
+class _Requests:
+    """Requests to one node, of which some are unsent or without a response."""
 
-    def __init__(self, line: Line, packets: bytes, count: int) -> None:
-        self.line, self.out, self.missing = line, memoryview(packets), count
+    def __init__(self, connection: NodeConnection, packets: bytes, count: int) -> None:
+        self.connection, self.out, self.missing = connection, memoryview(packets), count
         self.answers: list[Answer] = []
-        self._failure: OSError | None = None
+        self.failure: Unreachable | None = None
+        self._not_sent: OSError | None = None
+
+    @property
+    def pending(self) -> bool:
+        return self.failure is None and (bool(self.out) or self.missing > 0)
 
     def step(self) -> None:
-        line = self.line
+        connection = self.connection
         try:
-            while self.out and (sent := line.send(self.out)):
+            while self.out and (sent := connection.send(self.out)):
                 self.out = self.out[sent:]
         except OSError as error:
-            # A node that closes says why first: what it said may still be there to read.
-            self.out, self._failure = memoryview(b""), error
-        while self.missing and (data := line.receive()) is not None:
-            if not data:
-                raise self._failure or ConnectionResetError("the node closed the connection")
-            answers = line.link.receive(data)
-            self.answers += answers
-            self.missing -= finals(answers)
+            # A node sends the reason before it closes: it may still be there to read.
+            self.out, self._not_sent = memoryview(b""), error
+        try:
+            while self.missing and (data := connection.receive()) is not None:
+                if not data:
+                    raise self._not_sent or ConnectionResetError("the node closed the connection")
+                answers = connection.link.receive(data)
+                self.answers += answers
+                self.missing -= finals(answers)
+        except OSError as error:
+            self.failure = lost(reason_of(error))
 
 
-class Lines:
-    """The key-value connections of one bucket: one a node, and another where writes tell their seqnos."""
+class ConnectionPool:
+    """The key-value connections of one bucket: one per node, and one more for writes that return seqnos."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: ConnectOptions) -> None:
         self._access = access
-        self._lines: dict[tuple[Node, bool], Line] = {}
+        self._connections: dict[tuple[NodeAddress, Purpose], NodeConnection] = {}
         self._owner = os.getpid()
 
-    def exchange(self, batch: Batch, deadline: float) -> Mapping[Node, list[Answer]]:
-        """Send everything and wait for every answer."""
+    def exchange(self, exchange: Exchange, deadline: float) -> Replies:
+        """Send all requests and return all responses. A node that fails leaves the others undisturbed."""
         if os.getpid() != self._owner:
-            # A forked child must not speak on the connections of its parent.
-            self._lines, self._owner = {}, os.getpid()
-        work: list[_Work] = []
+            # A forked child must not use the connections of its parent.
+            self._connections, self._owner = {}, os.getpid()
+        work: list[_Requests] = []
+        failures: dict[NodeAddress, UpperError] = {}
+        complete = False
         try:
-            for node, packets in batch.packets.items():
-                line = self._line(node, batch.tokens, deadline)
-                work.append(_Work(line, b"".join(packets), len(packets)))
+            for node, packets in exchange.packets.items():
+                try:
+                    connection = self._connection(node, exchange.purpose, connect_by(deadline))
+                except NOT_CONNECTED as error:
+                    failures[node] = error
+                else:
+                    work.append(_Requests(connection, b"".join(packets), len(packets)))
             self._pump(work, deadline)
-        except BaseException as error:
-            # Whatever still comes on these would be taken for the answers to somebody else: also when it was
-            # Ctrl-C that ended the wait, and the program goes on.
+            complete = True
+        finally:
+            # Responses that still arrive would be taken for those of the next call; also after Ctrl-C, when
+            # the program goes on.
             for each in work:
-                self._drop((each.line.node, batch.tokens))
-            if isinstance(error, OSError):
-                raise Unreachable(
-                    f"the connection was lost ({_reason(error)}); what was under way may have happened or not"
-                ) from None
-            raise
-        return {each.line.node: each.answers for each in work}
+                if each.failure is not None or not complete:
+                    self._drop((each.connection.node, exchange.purpose))
+        failures |= {each.connection.node: each.failure for each in work if each.failure is not None}
+        return Replies({each.connection.node: each.answers for each in work}, failures)
 
     def close(self) -> None:
-        for which in list(self._lines):
+        for which in list(self._connections):
             self._drop(which)
 
-    def _pump(self, work: list[_Work], deadline: float) -> None:
-        pending = {each.line.socket.fileno(): each for each in work}
+    def _pump(self, work: list[_Requests], deadline: float) -> None:
+        pending = {each.connection.socket.fileno(): each for each in work}
         for each in work:
             each.step()
-        while pending := {number: each for number, each in pending.items() if each.out or each.missing}:
+        while pending := {number: each for number, each in pending.items() if each.pending}:
             poll = select.poll()
             for number, each in pending.items():
                 poll.register(number, select.POLLIN | (select.POLLOUT if each.out else 0))
             ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
             if not ready and time.monotonic() >= deadline:
-                names = ", ".join(str(each.line.node) for each in pending.values())
-                raise TimedOut(f"{names} did not answer in time; try again, or give the call more time")
+                for each in pending.values():
+                    each.failure = late(each.connection.node)
             for number, _ in ready:
                 pending[number].step()
 
-    def _line(self, node: Node, tokens: bool, deadline: float) -> Line:
-        line = self._lines.get((node, tokens))
-        if line is not None and line.stale():
-            self._drop((node, tokens))
-            line = None
-        if line is None:
-            connection = open_socket(self._access, node, deadline, tokens=tokens)
-            line = self._lines[node, tokens] = Line(node, connection)
-        return line
+    def _connection(self, node: NodeAddress, purpose: Purpose, deadline: float) -> NodeConnection:
+        connection = self._connections.get((node, purpose))
+        if connection is not None and connection.stale():
+            self._drop((node, purpose))
+            connection = None
+        if connection is None:
+            connection = NodeConnection(node, open_socket(self._access, node, deadline, purpose=purpose))
+            self._connections[node, purpose] = connection
+        return connection
 
-    def _drop(self, which: tuple[Node, bool]) -> None:
-        line = self._lines.pop(which, None)
-        if line is not None:
-            line.socket.close()
+    def _drop(self, which: tuple[NodeAddress, Purpose]) -> None:
+        connection = self._connections.pop(which, None)
+        if connection is not None:
+            connection.socket.close()
 
 
-def _reason(error: OSError) -> str:
+def connect_by(deadline: float) -> float:
+    """When a connection must be open: half of the time is left for the response, or for another node."""
+    now = time.monotonic()
+    return now + max(0.0, deadline - now) / 2
+
+
+def lost(why: object) -> Unreachable:
+    """The connection ended while requests were in flight."""
+    error = Unreachable(
+        f"the connection was lost ({why}); the requests in flight may have been performed or not"
+    )
+    error.sent = True
+    return error
+
+
+def late(node: NodeAddress) -> TimedOut:
+    """A node has requests and did not respond."""
+    error = TimedOut(f"{node} did not answer in time; try again, or give the call more time")
+    error.sent = True
+    return error
+
+
+def reason_of(error: OSError) -> str:
+    """Why a connection failed, in the words of the system; asyncio replaces them by its own."""
+    if error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__

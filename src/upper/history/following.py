@@ -1,17 +1,18 @@
-"""One partition flowing to one consumer, seen from the side that receives.
+"""The stream of one partition, on the receiving side.
 
-The machine knows where the consumer stands, and what it may claim when it comes back. It promises that
+The machine holds the consumer's position, decides what it may claim when it resumes, and orders the
+handshake: the failover log, the rollback by the application, the stream. It guarantees that
 
 - a marker moves nothing, only a change does; and only at the end of a snapshot is the consumer consistent;
-- a position inside a snapshot is claimed together with the snapshot's bounds where the dialect tells them.
+- a position inside a snapshot is claimed together with the snapshot's bounds where the dialect has them.
   Where it does not, the claim holds on an unchanged branch only: if the producer accepts it under a newer
   one, the consumer goes back to where the snapshot began;
-- told to roll back, it goes to a place of its own where it was consistent, at or before the one asked for,
-  and always closer to the beginning than before: a handshake ends, however many failovers it meets;
-- seqnos that do not grow, changes outside a snapshot and the like are refused, not believed.
+- a rollback leads to a snapshot end of this consumer, at or before the requested seqno, and always closer
+  to the beginning than before: a handshake ends, however many failovers it meets;
+- no stream is requested before the application has finished a rollback;
+- seqnos that do not grow and changes outside a snapshot are protocol errors.
 
-What a "place of its own" costs is the driver's business: effects say where to go, and a driver that can
-only go further back says so with `went_back`.
+A driver that can only restore an earlier snapshot end than the effects name calls `went_back` with it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from upper.history.resume import common_point
 from upper.history.trail import Trail
 from upper.model.messages import (
     Change,
-    Deletion,
+    DeletionMessage,
     EndReason,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     SeqnoAdvanced,
     SetState,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamEnd,
     StreamMessage,
@@ -59,19 +60,28 @@ class Following(StrEnum):
     """Where a consumer's stream is."""
 
     AWAY = "away"  # no stream
+    LOG = "failover log requested"
     ASKING = "asking"  # the request is under way
     BETWEEN = "between snapshots"  # consistent
     INSIDE = "inside a snapshot"
+    BACK = "rolling back"  # the application undoes changes
+    DONE = "done"  # everything that was wanted has arrived
+
+
+FLOWING: Final = (Following.BETWEEN, Following.INSIDE)
 
 
 @unique
 class FollowCue(StrEnum):
     """What can happen to a consumer's stream."""
 
+    LOG_REQUESTED = "failover log requested"
     ASKED = "asked"
     ACCEPTED = "accepted"
     UNPROVEN = "accepted on a newer branch, inside a snapshot without bounds"
-    ROLLBACK = "told to roll back"
+    ROLLBACK = "rollback answer"
+    UNDOING = "rollback begun"
+    UNDONE = "rollback finished"
     STARTED = "stream start"
     MARKER = "snapshot start"
     CHANGE = "change"
@@ -80,27 +90,40 @@ class FollowCue(StrEnum):
     FLUSH = "flush"
     STATE = "state to take"
     ENDED = "stream end, refusal or lost connection"
+    FINISHED = "wanted end reached"
+
+
+LOCAL: Final = (FollowCue.ASKED, FollowCue.UNDOING, FollowCue.UNDONE, FollowCue.FINISHED)
 
 
 def _rows() -> Mapping[tuple[Following, FollowCue], Following]:
     s, c = Following, FollowCue
     rows = {
+        (s.AWAY, c.LOG_REQUESTED): s.LOG,
         (s.AWAY, c.ASKED): s.ASKING,
+        (s.LOG, c.ROLLBACK): s.LOG,
+        (s.LOG, c.ASKED): s.ASKING,
+        (s.ASKING, c.LOG_REQUESTED): s.LOG,  # the producer requires a rollback; the log decides how far
         (s.ASKING, c.ACCEPTED): s.BETWEEN,
         (s.ASKING, c.UNPROVEN): s.AWAY,
         (s.ASKING, c.ROLLBACK): s.AWAY,
         (s.BETWEEN, c.STARTED): s.BETWEEN,
         (s.BETWEEN, c.MARKER): s.INSIDE,
         (s.BETWEEN, c.FLUSH): s.BETWEEN,
-        (s.INSIDE, c.MARKER): s.INSIDE,  # only where bounds tell that the one before is not forgotten
+        (s.INSIDE, c.MARKER): s.INSIDE,  # only where bounds show that the one before is complete
         (s.INSIDE, c.CHANGE): s.INSIDE,
         (s.INSIDE, c.LAST_CHANGE): s.BETWEEN,
         (s.INSIDE, c.SNAPSHOT_END): s.BETWEEN,
+        (s.LOG, c.UNDOING): s.BACK,
+        (s.AWAY, c.UNDOING): s.BACK,
+        (s.BACK, c.UNDONE): s.AWAY,
+        (s.AWAY, c.UNDONE): s.AWAY,  # further than the machine required
+        (s.AWAY, c.FINISHED): s.DONE,
     }
-    for phase in (s.BETWEEN, s.INSIDE):
+    for phase in FLOWING:
         rows[phase, c.STATE] = phase
     for phase in s:
-        rows[phase, c.ENDED] = s.AWAY
+        rows[phase, c.ENDED] = phase if phase in (s.BACK, s.DONE) else s.AWAY
     return rows
 
 
@@ -118,10 +141,10 @@ class GoBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestStream:
     """Ask for a stream from this position, with the failover log in the answer.
 
-    A dialect without room for the snapshot says the seqno alone; an end of NO_END is never sent.
+    A dialect without fields for the snapshot sends the seqno alone; an end of NO_END is never sent.
     """
 
     position: Position
@@ -157,7 +180,7 @@ class TakeState:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Close the stream that was just accepted: it stands on a claim that did not hold."""
+    """Close the stream that was just accepted: it was opened from a position that is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +190,7 @@ class Over:
     reason: EndReason
 
 
-FollowEffect: TypeAlias = GoBack | Ask | Deliver | Clear | Reached | TakeState | Stop | Over
+FollowEffect: TypeAlias = GoBack | RequestStream | Deliver | Clear | Reached | TakeState | Stop | Over
 FollowEffects: TypeAlias = tuple[FollowEffect, ...]
 NOTHING: Final[FollowEffects] = ()
 
@@ -178,9 +201,9 @@ NOTHING: Final[FollowEffects] = ()
 class ConsumerStream:
     """Follows one partition across streams, interruptions and failovers.
 
-    `trail` holds the consistent places and the log; the newest of them is where the consumer stands, unless
-    `inside` says that it stands further on, in the middle of a snapshot. `bounds` is whether the dialect's
-    markers tell where a snapshot ends.
+    `trail` holds the snapshot ends and the log; the newest end is the position, unless `inside` gives a
+    later one in the middle of a snapshot. `bounds` is whether the dialect's markers carry the end of a
+    snapshot.
     """
 
     __slots__ = ("_bounded", "_end", "phase", "seqno", "trail")
@@ -215,7 +238,7 @@ class ConsumerStream:
 
     @property
     def claim(self) -> Position:
-        """Where the consumer really stands. Inside a snapshot of unknown end, that end is NO_END."""
+        """The exact position. Inside a snapshot of unknown end, that end is NO_END."""
         if self.seqno == self.consistent_at:
             return self.position
         end = NO_END if self._end is None else self._end
@@ -223,21 +246,24 @@ class ConsumerStream:
 
     # ── The handshake ─────────────────────────────────────────────────────────────────────────────
 
-    def ask(self) -> FollowEffects:
-        """Go on from where we stand."""
-        self._move(FollowCue.ASKED)
-        return (Ask(self.claim),)
+    def log_requested(self) -> None:
+        """The producer's failover log is requested: it decides where to resume."""
+        self._move(FollowCue.LOG_REQUESTED)
 
-    def ask_knowing(self, log: FailoverLog, *, high: Seqno = NO_END) -> FollowEffects:
-        """Go on from the best place that a producer with this log will accept."""
+    def best(self, log: FailoverLog, *, high: Seqno = NO_END) -> Position:
+        """The newest position that a producer with this log will accept."""
         here = self.claim
         if here.snapshot.end == NO_END and log.branch == self.branch:
-            best = here  # the snapshot ends on this branch, wherever that is
-        else:
-            best = common_point((here, *self.trail.positions()), log, high=high)
-        back = NOTHING if best.seqno == self.seqno else self._back(best.seqno)
+            return here  # the snapshot ends on this branch, wherever that is
+        return common_point((here, *self.trail.positions()), log, high=high)
+
+    def ask(self, position: Position | None = None) -> FollowEffects:
+        """Resume from the present position, or from the one that `best` chose."""
         self._move(FollowCue.ASKED)
-        return *back, Ask(best)
+        if position is None:
+            position = self.claim
+        back = NOTHING if position.seqno == self.seqno else self._back(position.seqno)
+        return *back, RequestStream(position)
 
     def accepted(self, versions: Sequence[Version]) -> FollowEffects:
         """The producer lets us go on, and this is its failover log.
@@ -245,32 +271,38 @@ class ConsumerStream:
         The log must be the one of this answer: a position that is kept under an older branch than the one it
         was read from is a false claim later on.
         """
-        if not versions:
+        log = FailoverLog(tuple(versions)) if versions else None
+        unproven = self.claim.snapshot.end == NO_END and (log is None or log.branch != self.branch)
+        self._move(FollowCue.UNPROVEN if unproven else FollowCue.ACCEPTED)
+        if log is None:
             raise LocalProtocolError(
-                "an accepted stream without a failover log cannot be resumed; ask for the log"
+                "an accepted stream without a failover log cannot be resumed; ask for it"
             )
-        log = FailoverLog(tuple(versions))
-        if self.claim.snapshot.end == NO_END and log.branch != self.branch:
-            # The snapshot that we left may have reached past the point where the histories part.
-            self._move(FollowCue.UNPROVEN)
+        if unproven:
+            # The snapshot may have ended past the point where the histories part.
             return Stop(), *self._back(self.consistent_at)
-        self._move(FollowCue.ACCEPTED)
         if self.seqno == self.consistent_at:
             self._end = None  # a snapshot that was announced, and nothing of it seen, is none of ours
         self.trail.log = log
         return NOTHING
 
-    def told_to_roll_back(self, to: Seqno) -> FollowEffects:
-        """The producer wants us at or before `to`. Go, then ask again."""
+    def rollback_required(self, to: Seqno) -> FollowEffects:
+        """The producer requires a position at or before `to`. Go back, then ask again."""
         self._move(FollowCue.ROLLBACK)
-        # To be sent to where we stand is no step; a producer that says so must not keep us in a circle.
+        # A producer that names the present position again must not repeat the handshake forever.
         limit = min(to, Seqno(self.seqno - 1)) if self.seqno == self.consistent_at else to
         return self._back(self.trail.before(limit))
 
+    def undoing(self, to: Seqno) -> None:
+        """The application begins to undo every change past `to`."""
+        self._move(FollowCue.UNDOING)
+        self._back(to)
+
     def went_back(self, seqno: Seqno) -> None:
-        """The driver could only restore this place, which is one of the trail's, or the beginning."""
+        """The application has undone every change past this snapshot end, or all changes (0)."""
         if seqno != self.trail.before(seqno):
             raise LocalProtocolError(f"seqno {seqno} is not a place where this consumer was consistent")
+        self._move(FollowCue.UNDONE)
         self._back(seqno)
 
     def _back(self, seqno: Seqno) -> FollowEffects:
@@ -283,22 +315,20 @@ class ConsumerStream:
     def on(self, message: StreamMessage) -> FollowEffects:
         """One message of the stream, in order."""
         match message:
-            case Mutation() | Deletion():
+            case MutationMessage() | DeletionMessage() | SystemEvent():
                 return Deliver(message), *self.moved(_seqno(message.seqno))
             case SnapshotMarker():
                 return self._marker(message.end)
-            case SnapshotEnd():
+            case SnapshotEndMessage():
                 self._move(FollowCue.SNAPSHOT_END)
                 return self._complete()
-            case Flush():
+            case FlushMessage():
                 return self._flush()
             case SeqnoAdvanced():
                 return self.moved(message.seqno)
-            case SystemEvent():
-                return Deliver(message), *self.moved(message.seqno)
             case SetState():
                 self._move(FollowCue.STATE)
-                # Who is made active has everything, though it may have missed the end of a snapshot.
+                # A copy that is made active is complete, with or without the end of its snapshot.
                 caught_up = message.state is State.ACTIVE and self.phase is Following.BETWEEN
                 return *(self._complete() if caught_up else NOTHING), TakeState(message.state)
             case StreamStart():
@@ -329,6 +359,10 @@ class ConsumerStream:
         self._move(FollowCue.ENDED)
         return (Over(reason),)
 
+    def finished(self) -> None:
+        """The stream ended where the consumer wanted: no other is requested."""
+        self._move(FollowCue.FINISHED)
+
     def _marker(self, end: Seqno | None) -> FollowEffects:
         if self._bounded and end is None:
             raise RemoteProtocolError("a snapshot marker without bounds came in a dialect that has them")
@@ -337,12 +371,12 @@ class ConsumerStream:
         if end is not None and end < self.seqno:
             raise RemoteProtocolError(f"a snapshot that ends at {end} was announced after seqno {self.seqno}")
         self._move(FollowCue.MARKER)
-        # Who comes back into the middle of a snapshot is consistent when the old one's end is reached too.
+        # A consumer that resumes inside a snapshot is consistent only past the end of that snapshot too.
         self._end = end if end is None or self._end is None else max(end, self._end)
         return NOTHING
 
     def _flush(self) -> FollowEffects:
-        # Inside a snapshot of unknown end it may come: whoever it reaches stands right before it.
+        # It is allowed inside a snapshot of unknown end: it is sent only to consumers right before it.
         if self._end is not None and self.seqno != self.consistent_at:
             raise RemoteProtocolError(f"a flush came inside a snapshot, after seqno {self.seqno}")
         self._move(FollowCue.FLUSH)
@@ -360,7 +394,7 @@ class ConsumerStream:
         try:
             self.phase = FOLLOW_NEXT[self.phase, cue]
         except KeyError:
-            error = LocalProtocolError if cue is FollowCue.ASKED else RemoteProtocolError
+            error = LocalProtocolError if cue in LOCAL else RemoteProtocolError
             raise missing("a stream", self.phase, cue, error) from None
 
 

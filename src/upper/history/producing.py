@@ -1,18 +1,18 @@
-"""One partition flowing to one consumer, seen from the side that sends.
+"""The producer's machine for one stream of one partition. All dialects use it.
 
-The machine decides what forms a snapshot and when it may leave; records move past it, in the driver's
-hands. It promises that
+It decides what forms a snapshot and when that is sent; the records themselves are the driver's. Invariants:
 
 - a snapshot is either everything that the store holds after the last one, each key once, or one commit;
-- nothing leaves before it is durable here;
-- between two snapshots there is neither gap nor repetition, whoever of them came from the store;
-- a consumer that has fallen behind deletions which no longer exist is not fed on: its stream ends, and
-  the resume decision tells it how far to go back;
-- a flush is sent only to a consumer that stands right before it, for the message has no seqno of its own
-  and the consumer counts. Everybody else's stream ends.
+- no change is sent before it is durable here;
+- between two snapshots there is neither gap nor repetition, whether they come from the store or from commits;
+- a consumer that missed deletions which no longer exist is sent no further changes: its stream ends, and the
+  resume decision then answers how far it must roll back;
+- FLUSH is sent only to a consumer at the preceding seqno, because the message has no seqno and the consumer
+  adds one. Any other stream ends.
 
-The driver calls one method for each thing that happened and carries out the effects in their order.
-There is no queue in here: who is not in step with the commits reads the store again when there is room.
+The driver calls one method for each event and performs the effects in their order. There is no queue here: a
+stream that fell behind reads the store again when the connection has space. Streams that are live and carry
+everything can be in step: the driver then sends a commit to all of them as the same bytes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class Sending(StrEnum):
     """Where a producer's stream is."""
 
     OPENING = "opening"
-    READING = "reading"  # the store is asked for what follows
-    WAITING = "waiting"  # a snapshot is in hand, and not yet durable
+    READING = "reading"  # waiting for a snapshot of the store
+    WAITING = "waiting"  # a snapshot was taken that is not durable yet
     SENDING = "sending"
     LIVE = "live"  # everything durable has been sent; commits are forwarded as they come
-    BEHIND = "behind"  # there is more, and no room for it
-    OFFERED = "offered"  # takeover: the other side has been told to prepare
-    CLOSING = "closing"  # takeover: no more writes here, please
-    HANDED = "handed over"  # takeover: the other side has been told that it is active
+    IN_STEP = "in step"  # live, and sent each commit together with other streams, as the same bytes
+    BEHIND = "behind"  # there are more changes, and the connection has no space
+    OFFERED = "offered"  # takeover: the consumer was sent "pending"
+    CLOSING = "closing"  # takeover: writes here are being closed
+    HANDED = "handed over"  # takeover: the consumer was sent "active"
     ENDED = "ended"
 
 
@@ -53,11 +54,13 @@ class SendCue(StrEnum):
     DURABLE = "durable"
     MORE = "sent, more to read"
     CAUGHT_UP = "caught up"
-    HEARD = "commit heard of"
+    NOTED = "commit noted"
     COMMITTED = "commit in step"
     FILTERED = "commit to be filtered"
     GAP = "commit out of step"
     FLUSHED = "flush in step"
+    JOINED = "joined others in step"
+    LEFT = "left the others"
     FULL = "no room"
     ROOM = "room again"
     OFFER = "caught up, to hand over"
@@ -80,6 +83,8 @@ def _rows() -> Mapping[tuple[Sending, SendCue], Sending]:
         (s.LIVE, c.FLUSHED): s.LIVE,
         (s.LIVE, c.GAP): s.READING,
         (s.LIVE, c.FULL): s.BEHIND,
+        (s.LIVE, c.JOINED): s.IN_STEP,
+        (s.IN_STEP, c.LEFT): s.LIVE,
         (s.BEHIND, c.ROOM): s.READING,
         (s.OFFERED, c.ACKNOWLEDGED): s.CLOSING,
         (s.CLOSING, c.CLOSED): s.READING,
@@ -89,7 +94,7 @@ def _rows() -> Mapping[tuple[Sending, SendCue], Sending]:
         rows[phase, c.OFFER] = s.OFFERED
         rows[phase, c.DRAINED] = s.HANDED
     for phase in (s.READING, s.WAITING, s.SENDING, s.BEHIND, s.OFFERED, s.CLOSING):
-        rows[phase, c.HEARD] = phase  # noted: it is read from the store later
+        rows[phase, c.NOTED] = phase  # noted: it is read from the store later
     for phase in s:
         if phase is not s.ENDED:
             rows[phase, c.FINISHED] = s.ENDED
@@ -104,7 +109,7 @@ NEXT: Final = _rows()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Say that the stream starts."""
+    """Send the start of the stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ class Take:
 class Send:
     """Send the snapshot that was taken, or the commit that came, and call `done`.
 
-    The marker's bounds are (after, end]. Records up to `upto` go out, each key once. `closes` says
+    The marker's bounds are (after, end]. Records up to `upto` go out, each key once. `closes` is
     whether the consumer is then consistent, that is, whether SNAPSHOT_END follows.
     """
 
@@ -135,21 +140,25 @@ class Forward(Send):
 
 @dataclass(frozen=True, slots=True)
 class SendFlush:
-    """Say that everything is gone, which is the change with this seqno."""
+    """Send a flush, which is the change with this seqno."""
 
     seqno: Seqno
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
-    """Say that history went on to here without a record for this consumer, inside the last snapshot."""
+class CloseSnapshot:
+    """End the snapshot that was sent: the consumer is consistent.
 
-    seqno: Seqno
+    With `advance`, SEQNO_ADVANCED is its last message: no record after the last one that was sent, up to
+    here, passed the filter.
+    """
+
+    advance: Seqno | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SendState:
-    """Tell the consumer which state its copy should take, and call `acknowledged` when it has."""
+    """Send the state that the consumer's copy should take, and call `acknowledged` when it confirms."""
 
     state: State
 
@@ -161,7 +170,13 @@ class CloseWrites:
 
 @dataclass(frozen=True, slots=True)
 class Reopen:
-    """The handover failed before it was done: this copy takes writes again."""
+    """The takeover failed: this copy accepts writes again.
+
+    `branch`: the consumer was sent "active" and did not confirm it. It may have accepted writes, so the
+    history here continues as a new branch.
+    """
+
+    branch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +186,23 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Say that the stream ends. The machine takes no further cue."""
+    """Send the end of the stream. The machine accepts no further cue."""
 
     reason: EndReason
 
 
 SendEffect: TypeAlias = (
-    Start | Take | Send | Forward | SendFlush | Advance | SendState | CloseWrites | Reopen | Retire | End
+    Start
+    | Take
+    | Send
+    | Forward
+    | CloseSnapshot
+    | SendFlush
+    | SendState
+    | CloseWrites
+    | Reopen
+    | Retire
+    | End
 )
 Effects: TypeAlias = tuple[SendEffect, ...]
 NOTHING: Final[Effects] = ()
@@ -194,12 +219,16 @@ class ProducerStream:
     """One stream of one partition. `start` is where the resume decision let the consumer go on.
 
     `high` is the partition's high seqno at the time of the request. `filtered` streams may leave records
-    out of a commit; `exact` streams can say `Advance` (DCP can, the drafts cannot).
+    out of a commit; `exact` streams send SEQNO_ADVANCED where the last record of a snapshot is left out.
+    Without `flushes` the consumer has no message for a flush: its stream ends, and its next request is
+    answered with a rollback.
+    `purged` is the purge seqno that a replica was sent with the answer: a stream from 0 ends if it has risen
+    before the first snapshot is taken. Other consumers at 0 need no deletions.
     """
 
     __slots__ = (
-        *("phase", "sent", "told", "until"),
-        *("_end", "_exact", "_filtered", "_final", "_flush", "_heard", "_takeover", "_whole"),
+        *("phase", "sent", "announced", "until", "exact"),
+        *("_end", "_filtered", "_final", "_flush", "_flushes", "_noted", "_purged", "_takeover", "_whole"),
     )
 
     def __init__(
@@ -211,22 +240,26 @@ class ProducerStream:
         flags: StreamFlag = StreamFlag.NONE,
         filtered: bool = False,
         exact: bool = False,
+        flushes: bool = True,
+        purged: Seqno = NO_END,
     ) -> None:
         self.phase = Sending.OPENING
         self.sent = start  # everything up to here has been offered to the consumer
-        self.told = start  # the last seqno that the consumer knows of; less than `sent` where nothing said it
-        bits = int(flags)  # streams are opened by the thousand, and enums count slowly
+        self.announced = (
+            start  # the last seqno that was sent to the consumer; less than `sent` if records were filtered
+        )
+        bits = int(flags)  # thousands of streams are opened at once, and enum arithmetic is slow
         self.until = min(end, max(high, start)) if bits & _UNTIL_NOW else end
         self._whole = bool(bits & _WHOLE)
         self._takeover = bool(bits & _TAKEOVER)
-        self._filtered, self._exact = filtered, exact
-        self._heard = start  # newest durable seqno that we heard of; never less than `sent`
-        self._end = start  # where the snapshot in hand ends
-        self._flush: Seqno | None = None  # a flush that came while we were busy, right behind what is in hand
+        self._filtered, self.exact, self._flushes, self._purged = filtered, exact, flushes, purged
+        self._noted = start  # newest durable seqno known here; never less than `sent`
+        self._end = start  # where the snapshot that was taken ends
+        self._flush: Seqno | None = None  # a flush directly behind the snapshot that was taken
         self._final: Seqno | None = None  # takeover: the seqno at which writes were closed
 
     def open(self) -> Effects:
-        """The consumer has been told that it may go on."""
+        """The request was accepted."""
         self._move(SendCue.OPENED)
         if self.sent >= self.until:
             return Start(), *self._finish(EndReason.OK)
@@ -238,13 +271,15 @@ class ProducerStream:
         `cut_is_whole` may be set when `end` lies past `until` and nothing at or before `until` has been
         overwritten since: then the state at `until` still exists, and the stream can end consistently.
         """
-        if said := self._waiting_flush():  # it came between `Take` and now
+        if effects := self._waiting_flush():  # it came between `Take` and now
             return (
-                (*said, *self._finish(EndReason.OK)) if self.sent >= self.until else (*said, Take(self.sent))
+                (*effects, *self._finish(EndReason.OK))
+                if self.sent >= self.until
+                else (*effects, Take(self.sent))
             )
-        if self.sent and self.sent < purged:
+        if (self.sent or self._purged) < purged:
             return self._finish(EndReason.TOO_SLOW)
-        self._heard = max(self._heard, durable)
+        self._noted = max(self._noted, durable)
         if end <= self.sent:
             return self._caught_up()
         self._end = end
@@ -258,12 +293,12 @@ class ProducerStream:
 
     def committed(self, first: Seqno, last: Seqno, *, room: bool = True) -> Effects:
         """Changes `first` to `last` of this partition, all of one commit without a flush, are durable."""
-        if last <= self._heard:
+        if last <= self._noted:
             return NOTHING
-        self._heard = last
+        self._noted = last
         sent = self.sent
         if self.phase is not Sending.LIVE:
-            return self._heard_of(last)
+            return self._note(last)
         if not room:
             self._move(SendCue.FULL)
             return NOTHING
@@ -276,57 +311,61 @@ class ProducerStream:
             self._move(SendCue.FILTERED)
             return (Forward(sent, upto, upto),)
         self._move(SendCue.COMMITTED)
-        self.sent = self.told = upto
+        self.sent = self.announced = upto
         if upto >= self.until:
             return Forward(sent, upto, upto), *self._finish(EndReason.OK)
         return (Forward(sent, upto, upto),)
 
     def flushed(self, seqno: Seqno, *, room: bool = True) -> Effects:
-        """Everything of this partition went at this seqno, and that is durable."""
-        if seqno <= self._heard:
+        """This partition was flushed at this seqno, and that is durable."""
+        if seqno <= self._noted:
             return NOTHING
-        self._heard = seqno
+        self._noted = seqno
         if self.phase is not Sending.LIVE or not room:
             if seqno == max(self._end, self.sent) + 1:
-                self._flush = seqno  # right behind what is in hand: it can follow it
+                self._flush = seqno  # directly behind the snapshot: it can follow it
             if self.phase is Sending.LIVE:
                 self._move(SendCue.FULL)
                 return NOTHING
-            return self._heard_of(seqno)
+            return self._note(seqno)
         self._move(SendCue.FLUSHED)
         self._flush = seqno
-        said = self._waiting_flush()
-        if not said and self.told:
-            return self._finish(EndReason.TOO_SLOW)
-        self.sent = seqno  # who has nothing yet has nothing to lose either
-        return (*said, *self._finish(EndReason.OK)) if seqno >= self.until else said
+        effects = self._waiting_flush()
+        if not effects and (self.announced or self._purged < seqno):
+            return self._finish(EndReason.TOO_SLOW if self._flushes else EndReason.STATE_CHANGED)
+        self.sent = seqno  # a consumer without data needs no flush
+        return (*effects, *self._finish(EndReason.OK)) if seqno >= self.until else effects
 
-    def done(self, told: Seqno) -> Effects:
-        """The snapshot has left, whole. `told` is the seqno of the last record that the consumer was sent.
+    def done(self, announced: Seqno, *, opened: bool = True) -> Effects:
+        """The records of the snapshot were sent. `announced` is the seqno of the last one of them.
 
-        Where the consumer was sent none, that is the `told` of before.
+        Where the consumer was sent none, that is the `announced` of before. Not `opened`: it was not sent the
+        start of the snapshot either.
         """
         if self.phase is Sending.ENDED:
             return NOTHING  # it ended while its last chunks were on their way
         if self.phase is not Sending.SENDING:
             raise missing("a stream", self.phase, SendCue.MORE)
-        closes = self._send().closes
-        self.told = max(self.told, told)
+        closes = opened and self._send().closes
+        self.announced = max(self.announced, announced)
         self.sent = self._end
-        said: Effects = NOTHING
-        if self._exact and closes and self.told < self.sent:
-            self.told = self.sent
-            said = (Advance(self.sent),)
+        effects: Effects = (CloseSnapshot(),) if closes else NOTHING
+        if self.exact and closes and self.announced < self.sent:
+            self.announced = self.sent
+            effects = (CloseSnapshot(self.sent),)
         if self.sent >= self.until:
-            return *said, *self._finish(EndReason.OK)
-        return said + self._go_on()
+            return *effects, *self._finish(EndReason.OK)
+        return effects + self._go_on()
 
-    def followed(self, last: Seqno) -> None:
-        """While live, every commit up to `last` was forwarded past this machine, whole and in step."""
-        if self.phase is not Sending.LIVE:
-            raise missing("a stream", self.phase, SendCue.COMMITTED)
-        self.sent = self.told = max(self.sent, last)
-        self._heard = max(self._heard, last)
+    def join(self) -> None:
+        """From here on the driver sends each commit to many streams at once, until `leave`."""
+        self._move(SendCue.JOINED)
+
+    def leave(self, last: Seqno) -> None:
+        """In step the consumer was sent every commit up to `last`. Commits are offered singly again."""
+        self._move(SendCue.LEFT)
+        self.sent = self.announced = max(self.sent, last)
+        self._noted = max(self._noted, last)
 
     def room(self) -> Effects:
         """The window has opened, or the connection's buffer has drained."""
@@ -336,10 +375,11 @@ class ProducerStream:
         return self._go_on()
 
     def acknowledged(self) -> Effects:
-        """The other side took the state that it was sent. Dialects without replies: once it is sent."""
+        """The consumer confirmed the state that it was sent."""
         if self.phase is Sending.ENDED:
             return NOTHING
         if self.phase is Sending.HANDED:
+            self._final = None
             return Retire(), *self._finish(EndReason.OK)
         self._move(SendCue.ACKNOWLEDGED)
         return (CloseWrites(),)
@@ -362,33 +402,33 @@ class ProducerStream:
 
     def _send(self) -> Send:
         if self._end > self.until and not self._whole:
-            # Some versions at or before `until` may be gone: what can be said is no consistent state.
+            # Some versions at or before `until` may be gone: what is left is no consistent state.
             return Send(self.sent, self._end, self.until, closes=False)
         return Send(self.sent, self._end, self._end)
 
-    def _heard_of(self, durable: Seqno) -> Effects:
+    def _note(self, durable: Seqno) -> Effects:
         if self.phase is Sending.WAITING and durable >= self._end:
             self._move(SendCue.DURABLE)
             return (self._send(),)
         if self.phase not in (Sending.OPENING, Sending.HANDED, Sending.ENDED):
-            self._move(SendCue.HEARD)
+            self._move(SendCue.NOTED)
         return NOTHING
 
     def _go_on(self) -> Effects:
-        """A snapshot has left, or there is room again: flush, read on, or be live."""
-        said = self._waiting_flush()
-        if said and self.sent >= self.until:
-            return *said, *self._finish(EndReason.OK)
-        if self._heard > self.sent:
+        """A snapshot was sent, or the connection has space again: flush, read on, or become live."""
+        effects = self._waiting_flush()
+        if effects and self.sent >= self.until:
+            return *effects, *self._finish(EndReason.OK)
+        if self._noted > self.sent:
             if self.phase is Sending.SENDING:
                 self._move(SendCue.MORE)
-            return *said, Take(self.sent)
-        return said + self._caught_up()
+            return *effects, Take(self.sent)
+        return effects + self._caught_up()
 
     def _caught_up(self) -> Effects:
         if self._final is not None and self.sent >= self._final:
-            if self.told != self._final:
-                # The other side cannot know the last seqno, and would give it out a second time.
+            if self.announced != self._final:
+                # The other side has not received the last seqno, and would assign it again.
                 return self._finish(EndReason.STATE_CHANGED)
             self._move(SendCue.DRAINED)
             return (SendState(State.ACTIVE),)
@@ -399,19 +439,18 @@ class ProducerStream:
         return NOTHING
 
     def _waiting_flush(self) -> Effects:
-        """A flush that came while we were busy, if the consumer stands right before it."""
+        """A flush that came while a snapshot was sent, if the consumer is at the preceding seqno."""
         seqno, self._flush = self._flush, None
-        if seqno is None or not self.told == self.sent == seqno - 1:
-            return NOTHING  # what lies between is gone: the store's purge seqno will tell
-        self.sent = self.told = seqno
+        if seqno is None or not self._flushes or not self.announced == self.sent == seqno - 1:
+            return NOTHING  # changes in between are gone: the purge seqno of the store shows it
+        self.sent = self.announced = seqno
         return (SendFlush(seqno),)
 
     def _finish(self, reason: EndReason) -> Effects:
-        undone = self.phase is Sending.CLOSING or (
-            self._final is not None and self.phase is not Sending.HANDED
-        )
+        offered = self.phase is Sending.HANDED
+        undone = self.phase is Sending.CLOSING or self._final is not None
         self._move(SendCue.FINISHED)
-        return (Reopen(), End(reason)) if undone else (End(reason),)
+        return (Reopen(branch=offered), End(reason)) if undone else (End(reason),)
 
     def _move(self, cue: SendCue) -> None:
         try:

@@ -1,11 +1,10 @@
 """Resume or roll back: what a producer answers to a stream request, and how a consumer prepares for it.
 
-Everything that bears on the answer is in this file. Nothing here knows which dialect is speaking,
-or whether a replica, an index or a backup is asking. The answer depends on its arguments alone, so
-asking twice is harmless and every retry is judged afresh.
+The whole rule is in this file. It does not depend on the dialect or on the kind of consumer. The answer
+depends on its arguments alone, so a request can be repeated.
 
-`decide` is the rule; `answer` reads it off a request as it came from a peer; `common_point` lets a
-consumer that knows several places find the newest one that a producer would accept.
+`decide` is the rule; `answer` applies it to a request as received; `common_point` finds the newest of a
+consumer's positions that a producer would accept.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from upper.model.values import NO_BRANCH, NO_END, START, ZERO, FailoverLog, Posi
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The consumer shares the history up to where it stands: the stream follows from there."""
+    """The consumer shares the history up to its position: the stream starts there."""
 
     at: Position
 
 
 @dataclass(frozen=True, slots=True)
-class Rollback:
-    """The consumer must restore a consistent state of its own at or before `to`, and ask again."""
+class RollbackTo:
+    """The consumer must restore a consistent state at or before `to`, and request again."""
 
     to: Seqno
     why: str
@@ -35,12 +34,12 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """The request contradicts itself (status "out of range"); nothing happens."""
+    """The request contradicts itself (status "out of range")."""
 
     why: str
 
 
-Answer: TypeAlias = Resume | Rollback | Refuse
+Answer: TypeAlias = Resume | RollbackTo | Refuse
 
 
 def decide(
@@ -52,29 +51,29 @@ def decide(
     end: Seqno = NO_END,
     known_at_zero: bool = False,
 ) -> Answer:
-    """May this consumer go on from where it stands, and if not, back to where?
+    """Whether this consumer may resume at its position, and if not, where it must roll back to.
 
-    `known_at_zero` is DCP's variant: there, who stands at 0 and names a branch must name a known one.
+    `known_at_zero` is DCP's variant: a consumer at 0 that names a branch must name a known one.
     """
     if asked.seqno > end:
         return Refuse(f"the stream would begin at {asked.seqno}, after its end at {end}")
     shared = log.shared_until(asked.branch, high)
     if asked.seqno == ZERO:
         if known_at_zero and asked.branch != NO_BRANCH and shared is None:
-            return Rollback(ZERO, "no history in common")
+            return RollbackTo(ZERO, "no history in common")
         return Resume(asked)
     if asked.seqno < purged:
-        return Rollback(ZERO, f"deletions up to {purged} are purged")
+        return RollbackTo(ZERO, f"deletions up to {purged} are purged")
     if shared is None:
-        return Rollback(ZERO, "no history in common")
+        return RollbackTo(ZERO, "no history in common")
     snapshot = asked.settled().snapshot
     if snapshot.end <= shared:
         return Resume(asked)
-    # A snapshot that reaches past the common history holds, of a key that changed on both sides of
-    # the parting, only the later change. Where it was begun, all of it must be taken back.
+    # A snapshot that reaches past the common history has only the later version of a key that changed before
+    # and after the branch point, so the consumer must roll back to the start of the snapshot.
     if snapshot.start > shared:
-        return Rollback(shared, f"histories part at {shared}")
-    return Rollback(snapshot.start, f"histories part at {shared}, inside the snapshot {snapshot}")
+        return RollbackTo(shared, f"histories diverge at {shared}")
+    return RollbackTo(snapshot.start, f"histories diverge at {shared}, inside the snapshot {snapshot}")
 
 
 def answer(
@@ -85,9 +84,9 @@ def answer(
     purged: Seqno,
     known_at_zero: bool = False,
 ) -> Answer:
-    """`decide`, for a request whose numbers nobody has looked at yet.
+    """`decide`, for a request with unchecked numbers.
 
-    A dialect without a snapshot range leaves it out: the consumer then speaks for a consistent state.
+    A dialect without a snapshot range omits it: the position is then taken as consistent.
     """
     start = request.start
     first = start if request.snapshot_start is None else request.snapshot_start
@@ -98,14 +97,36 @@ def answer(
     return decide(asked, log, high=high, purged=purged, end=request.end, known_at_zero=known_at_zero)
 
 
+def redeliver(
+    sent: Position, acknowledged: Position, log: FailoverLog, *, high: Seqno, purged: Seqno
+) -> Resume | RollbackTo:
+    """Where a producer continues that keeps the position of its consumer: `decide`, for TAP.
+
+    The consumer has everything up to `acknowledged`, and may have anything up to `sent`. It can be sent
+    changes again, but it cannot roll back. So a rollback to 0 means that it must drop what it has; any other
+    rollback is followed here, provided that all it may have is part of the present history.
+    """
+    if not sent.seqno:
+        return Resume(START)
+    match decide(Position.at(sent.branch, sent.seqno), log, high=high, purged=purged):
+        case RollbackTo(_, why):
+            return RollbackTo(ZERO, why)
+    asked = acknowledged
+    while isinstance(found := decide(asked, log, high=high, purged=purged), RollbackTo) and found.to:
+        asked = Position.at(asked.branch, found.to)
+    if asked.seqno < purged or isinstance(found, RollbackTo):
+        # From 0 all items are sent, but no deletion that was purged.
+        return RollbackTo(ZERO, f"deletions up to {purged} are purged") if purged else Resume(START)
+    return Resume(asked)
+
+
 def common_point(
     known: Iterable[Position], log: FailoverLog, *, high: Seqno = NO_END, purged: Seqno = ZERO
 ) -> Position:
     """The first of the consumer's own positions, newest first, that a producer with this log accepts.
 
-    A consumer rarely knows the producer's purge seqno, and its high seqno may be a moment old; left out,
-    they count in favour of going on. The producer decides again in any case. Without any common point
-    the answer is the beginning.
+    A consumer rarely has the producer's purge seqno, and its high seqno may be outdated; without them the
+    answer is optimistic. The producer decides again in any case. Without a common point the answer is 0.
     """
     for position in known:
         if position.seqno and isinstance(decide(position, log, high=high, purged=purged), Resume):

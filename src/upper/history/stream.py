@@ -1,11 +1,11 @@
 """A stream of changes: the producer's side, the consumer's side, and the window between them.
 
-Each is a table of moves and a small class that turns what happened into effects, which are values: a
-driver carries them out, a test compares them. No bytes and no sockets; records pass by in the driver.
+Each is a transition table and a small class that turns inputs into effects, which are values: a driver
+performs them, a test compares them. No bytes and no sockets; only drivers handle records.
 
-- `producing`: what forms a snapshot, when it may leave, how a partition is handed over.
-- `following`: where a consumer stands, what it may claim, how it goes back.
-- `window`: how much may be under way.
+- `producing`: what forms a snapshot, when it may be sent, how a partition is handed over.
+- `following`: a consumer's position, what it may claim, how it rolls back.
+- `window`: how much may be in flight.
 """
 
 from upper.history.following import ConsumerStream, Following

@@ -1,8 +1,8 @@
-"""What a consumer remembers of one partition: the failover log it last saw, and recent snapshot ends.
+"""The stored positions of a consumer in one partition: its last failover log, and recent snapshot ends.
 
-A snapshot end is a place where the consumer was consistent, so a place that it can go back to. When a
-producer says "at or before 426", the newest such place decides how much is read again. All of them lie
-on the history that the log describes: what does not is forgotten when the consumer rolls back.
+A consumer is consistent at a snapshot end, so it can roll back to one. If a producer requires "at or before
+426", the newest such end decides how much is read again. All ends are on the history of the log; others are
+removed when the consumer rolls back.
 
 The ends are thinned as they age: going back a little costs little, going back far may cost up to twice
 as far. So a bounded number of them covers any distance.
@@ -20,7 +20,7 @@ THIN_AT = 128  # ends kept before the older ones are thinned; well above what th
 
 
 class Trail:
-    """The places that one consumer could go back to, and the log that names them."""
+    """The snapshot ends that a consumer can roll back to, and their failover log."""
 
     __slots__ = ("ends", "log")
 
@@ -49,7 +49,7 @@ class Trail:
         return self.ends[at - 1] if at else Seqno(0)
 
     def back_to(self, seqno: Seqno) -> None:
-        """The consumer went back: what lay after is no longer its history."""
+        """The consumer rolled back: later ends are removed."""
         del self.ends[bisect_right(self.ends, seqno) :]
         if not self.ends:
             self.log = None
@@ -58,7 +58,7 @@ class Trail:
         """Every place, newest first, under each branch that it lies on, the newest branch first.
 
         A place before the last branch began lies on the older branches too. A producer that never saw the
-        newest one may know those.
+        newest one may have those.
         """
         if self.log is None:
             return
@@ -75,18 +75,29 @@ def branches_of(log: FailoverLog, seqno: Seqno) -> Iterator[Version]:
             return  # what lies after the beginning of a branch is not on the older ones
 
 
-def thinned(ends: Sequence[Seqno]) -> list[Seqno]:
+def thinned(ends: Sequence[Seqno], most: int | None = None) -> list[Seqno]:
     """Fewer ends, oldest first, such that distances from the newest at most double from one to the next.
 
     Where two neighbours were further apart to begin with, they both stay. At most two are left for each
-    doubling of the distance.
+    doubling of the distance. `most`: at most this many; the distances then grow by a larger factor, and the
+    newest and the oldest stay.
     """
-    if len(ends) < 3:
-        return list(ends)
+    kept, factor = list(ends), 2
+    if most is not None and len(kept) <= most:
+        return kept
+    while len(kept) > 2:
+        kept = _spread(ends, factor)
+        if most is None or len(kept) <= most:
+            return kept
+        factor *= 2
+    return kept
+
+
+def _spread(ends: Sequence[Seqno], factor: int) -> list[Seqno]:
     newest = ends[-1]
     kept = [newest]
     for index in range(len(ends) - 2, 0, -1):
-        if newest - ends[index - 1] + 1 > 2 * (newest - kept[-1] + 1):
+        if newest - ends[index - 1] + 1 > factor * (newest - kept[-1] + 1):
             kept.append(ends[index])
     kept.append(ends[0])
     kept.reverse()

@@ -1,7 +1,7 @@
-"""The flow-control window: how much may be under way between two ends of a connection.
+"""The flow-control window: the bytes that may be in flight on a connection.
 
-The producer counts what it sends and stops when the consumer has not said that it processed enough of
-it; the consumer says so whenever half of the window has been processed. A window of 0 bytes is none.
+The producer counts the bytes that it sends and stops when too many are not acknowledged; the consumer
+acknowledges whenever it has processed half of the window. A window of 0 bytes disables flow control.
 The producer may overshoot by the packet that filled the window: packets are not cut.
 """
 
@@ -16,7 +16,7 @@ from upper.errors import LocalProtocolError, RemoteProtocolError
 
 
 @unique
-class Room(StrEnum):
+class WindowState(StrEnum):
     """Whether a producer may send."""
 
     OPEN = "open"
@@ -31,13 +31,13 @@ class WindowCue(StrEnum):
     STILL_FULL = "acknowledged, still full"
 
 
-WINDOW_NEXT: Final[Mapping[tuple[Room, WindowCue], Room]] = {
-    (Room.OPEN, WindowCue.FITS): Room.OPEN,
-    (Room.OPEN, WindowCue.FILLS): Room.FULL,
-    (Room.OPEN, WindowCue.FREES): Room.OPEN,
-    (Room.FULL, WindowCue.FILLS): Room.FULL,  # the rest of a packet run that was already on its way
-    (Room.FULL, WindowCue.FREES): Room.OPEN,
-    (Room.FULL, WindowCue.STILL_FULL): Room.FULL,
+WINDOW_NEXT: Final[Mapping[tuple[WindowState, WindowCue], WindowState]] = {
+    (WindowState.OPEN, WindowCue.FITS): WindowState.OPEN,
+    (WindowState.OPEN, WindowCue.FILLS): WindowState.FULL,
+    (WindowState.OPEN, WindowCue.FREES): WindowState.OPEN,
+    (WindowState.FULL, WindowCue.FILLS): WindowState.FULL,  # the rest of a run that was already being sent
+    (WindowState.FULL, WindowCue.FREES): WindowState.OPEN,
+    (WindowState.FULL, WindowCue.STILL_FULL): WindowState.FULL,
 }
 
 
@@ -51,11 +51,11 @@ class FlowWindow:
             raise LocalProtocolError(f"a window cannot hold {size} bytes; 0 means none")
         self.size = size
         self.under_way = 0  # bytes sent and not acknowledged
-        self.room = Room.OPEN
+        self.room = WindowState.OPEN
 
     @property
     def full(self) -> bool:
-        return self.room is Room.FULL
+        return self.room is WindowState.FULL
 
     @property
     def left(self) -> int:
@@ -69,12 +69,12 @@ class FlowWindow:
         self.under_way += size
         cue = WindowCue.FILLS if self.under_way >= self.size else WindowCue.FITS
         self.room = WINDOW_NEXT[self.room, cue]
-        return self.room is Room.OPEN
+        return self.room is WindowState.OPEN
 
     def acknowledged(self, size: int) -> bool:
         """Counts what the consumer has processed. True when that opened a full window."""
         if not self.size:
-            return False  # it may have been switched off with acknowledgements under way
+            return False  # it may have been disabled with acknowledgements in flight
         if size > self.under_way:
             raise RemoteProtocolError(
                 f"{size} bytes were acknowledged and only {self.under_way} are under way; "
@@ -83,7 +83,7 @@ class FlowWindow:
         was, self.under_way = self.room, self.under_way - size
         cue = WindowCue.STILL_FULL if self.under_way >= self.size else WindowCue.FREES
         self.room = WINDOW_NEXT[was, cue]
-        return was is Room.FULL and self.room is Room.OPEN
+        return was is WindowState.FULL and self.room is WindowState.OPEN
 
     def resize(self, size: int) -> bool:
         """The consumer asked for another window. True when that opened a full one."""
@@ -92,8 +92,8 @@ class FlowWindow:
         was, self.size = self.room, size
         if not size:
             self.under_way = 0
-        self.room = Room.FULL if size and self.under_way >= size else Room.OPEN
-        return was is Room.FULL and self.room is Room.OPEN
+        self.room = WindowState.FULL if size and self.under_way >= size else WindowState.OPEN
+        return was is WindowState.FULL and self.room is WindowState.OPEN
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class Acknowledgements:
     """The consumer's side: how much to acknowledge, and when."""
 
     size: int  # bytes of the window; 0: there is none, nothing is ever acknowledged
-    share: float = 0.5  # of the window, processed before we say so
+    share: float = 0.5  # share of the window that is processed before an acknowledgement
     owed: int = 0
 
     def processed(self, size: int) -> int:

@@ -1,18 +1,17 @@
 """The loops that run once per change, compiled where that was possible at installation.
 
 Two modules hold the same functions: `_compiled` (Cython) and `plain` (Python, and the text to read).
-This file chooses, once, at import; `NAME` says which one runs. The environment variable UPPER_KERNEL
-overrules: `plain` takes the twin, `required` refuses to start without the compiled one.
+This file chooses, once, at import; `NAME` is the one that runs. The environment variable UPPER_KERNEL
+overrides it: `plain` selects the Python one, `required` fails without the compiled one.
 
-What both promise: no byte of the input is trusted, no length field leads to an allocation, and every
+Both guarantee: no byte of the input is trusted, no length field leads to an allocation, and every
 result of one is the result of the other, byte for byte (tests/kernel holds them to it). Bytes that come
 in (`data`) may be bytes, a bytearray or a contiguous memoryview; anything else is a TypeError. The plain
-`run` and `replay` copy what is not bytes, so whoever calls them in a loop passes bytes.
+`run` and `replay` copy what is not bytes, so callers in a loop pass bytes.
 
-All loops but `gather` hold the interpreter's lock, and none allocates anything that the cycle collector
-tracks: a record is bytes, and a dict of bytes is not visited by it either (up to Python 3.13). A process
-that keeps millions of records should still call `gc.freeze()` after loading and raise the thresholds, as
-the node does, because lists of records (`pending`, chunks of a backfill) *are* visited.
+All loops hold the interpreter's lock. The records of partitions are in memory that the cycle collector does
+not see (`RecordMap`), but a process that writes much should still raise its thresholds, as the node does,
+because lists of records (`pending`, chunks of a backfill) *are* visited.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from upper.kernel.packets import Columns, Entry, Items
+from upper.kernel.packets import BETWEEN, INSIDE, Columns, Entry
 from upper.kernel.plain_run import Clock
 from upper.kernel.writing import Writer
 
@@ -29,74 +28,89 @@ _WANTED = os.environ.get("UPPER_KERNEL", "")
 if TYPE_CHECKING or _WANTED == "plain":
     from upper.kernel.plain import (
         NAME,
+        CopyProgress,
         Counts,
+        RecordMap,
+        RecordView,
         Table,
-        after,
+        acknowledge,
+        apply,
         columns,
-        gather,
+        covered,
+        events,
+        frame,
         group,
         join,
         latest,
-        measure,
         reach,
         records,
         replay,
         retarget,
         run,
         scan,
-        take,
         to_arrow,
         touched,
         writer,
+        wrote,
     )
 else:
     try:
         from upper.kernel._compiled import (
             NAME,
+            CopyProgress,
             Counts,
+            RecordMap,
+            RecordView,
             Table,
-            after,
+            acknowledge,
+            apply,
             columns,
-            gather,
+            covered,
+            events,
+            frame,
             group,
             join,
             latest,
-            measure,
             reach,
             records,
             replay,
             retarget,
             run,
             scan,
-            take,
             to_arrow,
             touched,
             writer,
+            wrote,
         )
     except ImportError:
         if _WANTED == "required":
             raise
         from upper.kernel.plain import (
             NAME,
+            CopyProgress,
             Counts,
+            RecordMap,
+            RecordView,
             Table,
-            after,
+            acknowledge,
+            apply,
             columns,
-            gather,
+            covered,
+            events,
+            frame,
             group,
             join,
             latest,
-            measure,
             reach,
             records,
             replay,
             retarget,
             run,
             scan,
-            take,
             to_arrow,
             touched,
             writer,
+            wrote,
         )
 
 __all__ = [
@@ -104,31 +118,39 @@ __all__ = [
     # what comes from a socket
     "scan",
     "records",
+    "events",
     "run",
+    "apply",
     # what goes to a socket
     "join",
+    "frame",
     "retarget",
     # what goes to a file, and what comes from one
     "touched",
     "reach",
-    "gather",
     "replay",
     "writer",
-    # maps and lists of records
-    "after",
+    # how far replicas are
+    "wrote",
+    "acknowledge",
+    "covered",
+    # lists of records
     "group",
     "latest",
-    "measure",
-    "take",
     # columns
     "columns",
     "to_arrow",
+    # of streams in `apply`
+    "BETWEEN",
+    "INSIDE",
     # types
     "Clock",
     "Columns",
+    "CopyProgress",
     "Counts",
     "Entry",
-    "Items",
+    "RecordMap",
+    "RecordView",
     "Table",
     "Writer",
 ]

@@ -5,6 +5,7 @@ cdef struct Buffers:
     uint32_t *flags
     uint32_t *expiration
     uint32_t *lock_time
+    int32_t *data_type
     uint64_t *seqno
     uint64_t *branch
     uint64_t *revision
@@ -33,31 +34,32 @@ cdef void fill(const uint8_t *p, const uint8_t *end, const uint64_t *branches, B
     cdef const uint8_t *key
     to.name_ends[0] = to.key_ends[0] = to.value_ends[0] = 0
     while p < end:
-        size = 24 + <Py_ssize_t> get32(p + 8)
-        if p[0] == REQUEST and MUTATION <= p[1] <= EXPIRATION:
-            klen = get16(p + 2)
-            to.partition[row] = get16(p + 6)
-            to.branch[row] = branches[get16(p + 6)]
-            to.cas[row] = get64(p + 16)
+        size = HEADER_SIZE + <Py_ssize_t> get32(p + AT_BODY)
+        if p[0] == REQUEST and MUTATION <= p[AT_OPCODE] <= EXPIRATION:
+            klen = get16(p + AT_KEY_LENGTH)
+            to.partition[row] = get16(p + AT_PARTITION)
+            to.branch[row] = branches[get16(p + AT_PARTITION)]
+            to.cas[row] = get64(p + AT_CAS)
             to.changed_at[row] = to.cas[row] // 1000
-            to.seqno[row] = get64(p + 24)
-            to.revision[row] = get64(p + 32)
-            if p[1] == MUTATION:
-                key = p + 52
-                to.flags[row] = get32(p + 40)
-                to.expiration[row] = get32(p + 44)
-                to.lock_time[row] = get32(p + 48)
-                memcpy(to.values + values, key + klen, size - 52 - klen)
-                values += <int32_t> (size - 52 - klen)
+            to.seqno[row] = get64(p + AT_SEQNO)
+            to.revision[row] = get64(p + AT_REVISION)
+            to.data_type[row] = p[AT_DATA_TYPE]
+            if p[AT_OPCODE] == MUTATION:
+                key = p + MUTATION_HEAD
+                to.flags[row] = get32(p + AT_FLAGS)
+                to.expiration[row] = get32(p + AT_EXPIRATION)
+                to.lock_time[row] = get32(p + AT_LOCK_TIME)
+                memcpy(to.values + values, key + klen, size - MUTATION_HEAD - klen)
+                values += <int32_t> (size - MUTATION_HEAD - klen)
                 if to.validity != NULL:
                     to.validity[row >> 3] |= 1 << (row & 7)
             else:
-                key = p + 40
+                key = p + DELETION_HEAD
                 to.flags[row] = to.expiration[row] = to.lock_time[row] = 0
             memcpy(to.keys + keys, key, klen)
             keys += <int32_t> klen
-            width = 10 if p[1] == EXPIRATION else 8
-            memcpy(to.names + names, OPERATION[p[1] - MUTATION], width)
+            width = 10 if p[AT_OPCODE] == EXPIRATION else 8
+            memcpy(to.names + names, OPERATION[p[AT_OPCODE] - MUTATION], width)
             names += width
             row += 1
             to.name_ends[row], to.key_ends[row], to.value_ends[row] = names, keys, values
@@ -88,14 +90,14 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                 if past == 0:
                     break
                 if opcode >= 0:
-                    if get16(base + at + 6) >= count:
-                        raise packets.no_branch(get16(base + at + 6), count, at)
-                    klen = get16(base + at + 2)
+                    if get16(base + at + AT_PARTITION) >= count:
+                        raise packets.no_branch(get16(base + at + AT_PARTITION), count, at)
+                    klen = get16(base + at + AT_KEY_LENGTH)
                     rows += 1
                     keys += klen
                     names += 10 if opcode == EXPIRATION else 8
                     if opcode == MUTATION:
-                        values += past - at - 52 - klen
+                        values += past - at - MUTATION_HEAD - klen
                     else:
                         nulls = True
                 at = past
@@ -120,6 +122,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                 "expiration": (None, space(4 * rows, <void **> &to.expiration)),
                 "lock_time": (None, space(4 * rows, <void **> &to.lock_time)),
                 "changed_at": (None, space(8 * rows, <void **> &to.changed_at)),
+                "data_type": (None, space(4 * rows, <void **> &to.data_type)),
             }
             if nulls:
                 memset(to.validity, 0, (rows + 7) // 8)

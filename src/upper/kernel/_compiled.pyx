@@ -1,16 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True, freethreading_compatible=False
 """The kernel, compiled: the same functions as `upper.kernel.plain`, with the same results and errors.
 
-Read `plain` for what each one means; here stands only how. Rules of this file: a pointer moves only after the
-length was compared with what is left; every buffer taken is released in a `finally`; sizes of allocations come
-from bytes that were counted, never from a field; sentences of errors are made by `packets`.
+`plain` documents what each one does. Rules of this file: a pointer moves only after the length was compared
+with what is left; every buffer taken is released in a `finally`; allocation sizes come from counted bytes, never
+from a field; `packets` makes the error messages.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.dict cimport PyDict_DelItem, PyDict_GetItemWithError, PyDict_Next, PyDict_SetItem
-from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_New, PyList_SET_ITEM, PyList_SetSlice
+from cpython.dict cimport PyDict_DelItem, PyDict_GetItemWithError, PyDict_SetItem
+from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from cpython.sequence cimport PySequence_Fast_ITEMS
@@ -20,6 +20,7 @@ from libc.string cimport memcpy, memset
 import os
 
 from upper.kernel import arrow, packets
+from upper.record import layout
 
 NAME = "compiled"
 
@@ -49,9 +50,49 @@ cdef extern from *:
     void put64(uint8_t *p, uint64_t v) nogil
     void fetch_soon(const void *p) nogil
 
+# The numbers of `upper.record.layout`, `upper.record.location`, `upper.kernel.packets` and `upper.wire`, for the C compiler.
+# LAYOUT exports them under their names there; tests/record/test_compiled_layout.py compares.
 cdef enum:
+    HEADER_SIZE = 24
+    AT_OPCODE = 1
+    AT_KEY_LENGTH = 2
+    AT_EXTRAS_LENGTH = 4
+    AT_DATA_TYPE = 5
+    AT_PARTITION = 6
+    AT_BODY = 8
+    AT_OPAQUE = 12
+    AT_CAS = 16
+    AT_SEQNO = 24
+    AT_REVISION = 32
+    AT_FLAGS = 40
+    AT_EXPIRATION = 44
+    AT_LOCK_TIME = 48
     REQUEST = 0x80
     RESPONSE = 0x81
+    MUTATION = 0x56
+    DELETION = 0x57
+    EXPIRATION = 0x58
+    FLUSH = 0x59
+    SNAPSHOT_START = 0x54
+    SNAPSHOT_END = 0x55
+    MUTATION_EXTRAS = 28
+    DELETION_EXTRAS = 16
+    MUTATION_HEAD = 52
+    DELETION_HEAD = 40
+    MAX_KEY = 250
+    SEQNO_SHIFT = 80
+    LENGTH_BITS = 25
+    BETWEEN = 0
+    INSIDE = 1
+    AT_DCP_META = 52
+    DCP_MUTATION_EXTRAS = 31
+    DCP_GONE_EXTRAS = 18  # of a deletion or expiration, with the size of its metadata
+    DCP_DELETION_EXTRAS = 21  # with the time of the deletion
+    DCP_EXPIRATION_EXTRAS = 20
+    DELETE_TIMES = 2  # bits of the form of DCP's changes
+    EXPIRATIONS = 4
+    DATA_TYPES = 8
+    NANOSECONDS = 1000000000
     GET = 0x00
     SET = 0x01
     DELETE = 0x04
@@ -61,15 +102,71 @@ cdef enum:
     GETKQ = 0x0D
     SETQ = 0x11
     DELETEQ = 0x14
-    MUTATION = 0x56
-    DELETION = 0x57
-    EXPIRATION = 0x58
-    FLUSH = 0x59
-    MAX_KEY = 250
-    AHEAD = 24  # records lie all over the memory: the one so many further on is fetched meanwhile
+    SET_WITH_META = 0xA2
+    STORE_EXTRAS = 8  # of a SET: flags, expiration
+    COPY_EXTRAS = 28  # of a SET_WITH_META: flags, expiration, revision, CAS, options
+    FLAGS_EXTRAS = 4  # of the response to a GET
+    AHEAD = 24  # how many records further on the next one is prefetched
 
-cdef uint64_t MAX_SEQNO = packets.MAX_SEQNO
-cdef uint64_t MAX_CAS = packets.MAX_CAS
+LAYOUT = {
+    "HEADER_SIZE": HEADER_SIZE,
+    "AT_OPCODE": AT_OPCODE,
+    "AT_KEY_LENGTH": AT_KEY_LENGTH,
+    "AT_EXTRAS_LENGTH": AT_EXTRAS_LENGTH,
+    "AT_DATA_TYPE": AT_DATA_TYPE,
+    "AT_PARTITION": AT_PARTITION,
+    "AT_BODY": AT_BODY,
+    "AT_OPAQUE": AT_OPAQUE,
+    "AT_CAS": AT_CAS,
+    "AT_SEQNO": AT_SEQNO,
+    "AT_REVISION": AT_REVISION,
+    "AT_FLAGS": AT_FLAGS,
+    "AT_EXPIRATION": AT_EXPIRATION,
+    "AT_LOCK_TIME": AT_LOCK_TIME,
+    "REQUEST": REQUEST,
+    "RESPONSE": RESPONSE,
+    "MUTATION": MUTATION,
+    "DELETION": DELETION,
+    "EXPIRATION": EXPIRATION,
+    "FLUSH": FLUSH,
+    "SNAPSHOT_START": SNAPSHOT_START,
+    "SNAPSHOT_END": SNAPSHOT_END,
+    "MUTATION_EXTRAS": MUTATION_EXTRAS,
+    "DELETION_EXTRAS": DELETION_EXTRAS,
+    "MUTATION_HEAD": MUTATION_HEAD,
+    "DELETION_HEAD": DELETION_HEAD,
+    "MAX_KEY": MAX_KEY,
+    "SEQNO_SHIFT": SEQNO_SHIFT,
+    "LENGTH_BITS": LENGTH_BITS,
+    "BETWEEN": BETWEEN,
+    "INSIDE": INSIDE,
+    "AT_DCP_META": AT_DCP_META,
+    "DCP_MUTATION_EXTRAS": DCP_MUTATION_EXTRAS,
+    "DCP_GONE_EXTRAS": DCP_GONE_EXTRAS,
+    "DCP_DELETION_EXTRAS": DCP_DELETION_EXTRAS,
+    "DCP_EXPIRATION_EXTRAS": DCP_EXPIRATION_EXTRAS,
+    "DELETE_TIMES": DELETE_TIMES,
+    "EXPIRATIONS": EXPIRATIONS,
+    "DATA_TYPES": DATA_TYPES,
+    "NANOSECONDS": NANOSECONDS,
+    "GET": GET,
+    "SET": SET,
+    "DELETE": DELETE,
+    "GETQ": GETQ,
+    "NOOP": NOOP,
+    "GETK": GETK,
+    "GETKQ": GETKQ,
+    "SETQ": SETQ,
+    "DELETEQ": DELETEQ,
+    "SET_WITH_META": SET_WITH_META,
+    "STORE_EXTRAS": STORE_EXTRAS,
+    "COPY_EXTRAS": COPY_EXTRAS,
+    "FLAGS_EXTRAS": FLAGS_EXTRAS,
+}
+
+cdef uint64_t MAX_SEQNO = layout.MAX_SEQNO
+cdef uint64_t MAX_CAS = layout.MAX_CAS
+cdef Py_ssize_t MAX_BODY = layout.MAX_BODY
 cdef Py_ssize_t MAX_RANGE = packets.MAX_RANGE
 cdef bytes NOT_FOUND = packets.NOT_FOUND
 
@@ -79,7 +176,7 @@ cdef inline const uint8_t *chars(object record) noexcept:
 
 
 cdef inline uint8_t *fresh(object blank) noexcept:
-    """The bytes of an object that nobody else has seen yet."""
+    """The bytes of an object that no other code has a reference to yet."""
     return <uint8_t *> PyBytes_AS_STRING(blank)
 
 
@@ -107,9 +204,9 @@ cdef Py_ssize_t packet(
         return 0
     if p[0] != REQUEST and p[0] != RESPONSE:
         raise packets.bad_magic(p[0], at)
-    if end - at < 24:
+    if end - at < HEADER_SIZE:
         return 0
-    key, extras, total, opcode[0] = get16(p + 2), p[4], get32(p + 8), p[1] - dcp
+    key, extras, total, opcode[0] = get16(p + AT_KEY_LENGTH), p[AT_EXTRAS_LENGTH], get32(p + AT_BODY), p[AT_OPCODE] - dcp
     if extras + key > total:
         raise packets.bad_length(extras, key, total, at)
     if total > limit:
@@ -117,14 +214,17 @@ cdef Py_ssize_t packet(
     if p[0] != REQUEST or opcode[0] < MUTATION or opcode[0] > EXPIRATION:
         opcode[0] = -1
     elif dcp:
-        if extras != 31 if opcode[0] == MUTATION else (extras != 18 and extras != (21 if opcode[0] == DELETION else 20)):
-            raise packets.bad_change(p[1], extras, key, total, at)
-    elif extras != 28 if p[1] == MUTATION else (extras != 16 or total != 16 + key):
-        raise packets.bad_change(p[1], extras, key, total, at)
-    return at + 24 + total if total <= end - at - 24 else 0
+        if extras != DCP_MUTATION_EXTRAS if opcode[0] == MUTATION else (
+            extras != DCP_GONE_EXTRAS
+            and extras != (DCP_DELETION_EXTRAS if opcode[0] == DELETION else DCP_EXPIRATION_EXTRAS)
+        ):
+            raise packets.bad_change(p[AT_OPCODE], extras, key, total, at)
+    elif extras != MUTATION_EXTRAS if p[AT_OPCODE] == MUTATION else (extras != DELETION_EXTRAS or total != DELETION_EXTRAS + key):
+        raise packets.bad_change(p[AT_OPCODE], extras, key, total, at)
+    return at + HEADER_SIZE + total if total <= end - at - HEADER_SIZE else 0
 
 
-def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY, *, bint dcp=False):
+def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *, bint dcp=False):
     cdef Py_buffer view, slots
     cdef const uint8_t *base
     cdef uint64_t *last
@@ -147,9 +247,9 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=packets.MAX_BODY, *
                     others.append(at)
                 else:
                     changes += 1
-                    opaque = get32(base + at + 12)
+                    opaque = get32(base + at + AT_OPAQUE)
                     if opaque < count:
-                        last[opaque] = get64(base + at + 24)
+                        last[opaque] = get64(base + at + AT_SEQNO)
                 at = past
         finally:
             PyBuffer_Release(&slots)
@@ -177,24 +277,24 @@ def records(data, Py_ssize_t start, Py_ssize_t end, *, bint dcp=False):
             if opcode < 0:
                 at = past
                 continue
-            klen = get16(base + at + 2)
-            key = base + at + 24 + base[at + 4]
-            extras = 28 if opcode == MUTATION else 16
+            klen = get16(base + at + AT_KEY_LENGTH)
+            key = base + at + HEADER_SIZE + base[at + AT_EXTRAS_LENGTH]
+            extras = MUTATION_EXTRAS if opcode == MUTATION else DELETION_EXTRAS
             body = base + past - key  # key and value
             if dcp:
-                body = body - get16(base + at + 52) if opcode == MUTATION else klen
+                body = body - get16(base + at + AT_DCP_META) if opcode == MUTATION else klen
                 if body < klen:
                     raise packets.truncated(at)
-            record = PyBytes_FromStringAndSize(NULL, 24 + extras + body)
+            record = PyBytes_FromStringAndSize(NULL, HEADER_SIZE + extras + body)
             to = fresh(record)
-            memcpy(to, base + at, 24 + extras)
-            put32(to + 12, 0)
+            memcpy(to, base + at, HEADER_SIZE + extras)
+            put32(to + AT_OPAQUE, 0)
             if dcp:
-                to[1], to[4] = opcode, extras
-                put32(to + 8, extras + body)
+                to[AT_OPCODE], to[AT_EXTRAS_LENGTH] = opcode, extras
+                put32(to + AT_BODY, extras + body)
                 if opcode != MUTATION:
-                    to[5] = 0
-            memcpy(to + 24 + extras, key, body)
+                    to[AT_DATA_TYPE] = 0
+            memcpy(to + HEADER_SIZE + extras, key, body)
             found.append(record)
             at = past
         if at != end:
@@ -206,12 +306,11 @@ def records(data, Py_ssize_t start, Py_ssize_t end, *, bint dcp=False):
 
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
 
-def join(list records not None, opaque, *, bint dcp=False):
+def join(list records not None, opaque, *, int dcp=0):
     cdef uint32_t number = packets.fits_opaque(opaque)
-    cdef Py_ssize_t i, length, body, total = 0, count = PyList_GET_SIZE(records)
+    cdef Py_ssize_t i, length, total = 0, count = PyList_GET_SIZE(records)
     cdef const uint8_t *p
     cdef uint8_t *to
-    cdef int more = 0
     for i in range(count):
         if i + AHEAD < count:
             fetch_soon(<const void *> PyList_GET_ITEM(records, i + AHEAD))
@@ -219,18 +318,18 @@ def join(list records not None, opaque, *, bint dcp=False):
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
         length = PyBytes_GET_SIZE(record)
-        if length < 24:
+        if length < HEADER_SIZE:
             raise packets.short(length)
         total += length
     if dcp:
         for i in range(count):
             record = <object> PyList_GET_ITEM(records, i)
             p = chars(record)
-            if p[1] < MUTATION or p[1] > FLUSH:
-                raise packets.not_a_change(p[1])
-            if PyBytes_GET_SIZE(record) < 24 + p[4]:
+            if p[AT_OPCODE] < MUTATION or p[AT_OPCODE] > FLUSH:
+                raise packets.not_a_change(p[AT_OPCODE])
+            if PyBytes_GET_SIZE(record) < HEADER_SIZE + p[AT_EXTRAS_LENGTH]:
                 raise packets.short(PyBytes_GET_SIZE(record))
-            total += longer(p[1])
+            total += longer(p[AT_OPCODE], dcp)
     joined = PyBytes_FromStringAndSize(NULL, total)
     to = fresh(joined)
     for i in range(count):
@@ -239,24 +338,99 @@ def join(list records not None, opaque, *, bint dcp=False):
             fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + AHEAD) + 128))
         record = <object> PyList_GET_ITEM(records, i)
         p, length = chars(record), PyBytes_GET_SIZE(record)
-        if dcp:
-            more, body = longer(p[1]), 24 + p[4]
-            memcpy(to, p, body)
-            memset(to + body, 0, more)
-            memcpy(to + body + more, p + body, length - body)
-            to[0], to[1], to[4] = REQUEST, p[1] + 1, p[4] + more
-            length += more
-            put32(to + 8, length - 24)
-        else:
-            memcpy(to, p, length)
-        put32(to + 12, number)
-        to += length
+        to += emit(to, p, length, dcp, number)
     return joined
 
 
-cdef inline int longer(int opcode) noexcept:
-    """How many bytes of extras DCP adds to a record."""
-    return 3 if opcode == MUTATION else 0 if opcode == FLUSH else 2
+cdef inline Py_ssize_t emit(uint8_t *to, const uint8_t *p, Py_ssize_t length, int dcp, uint32_t number) noexcept:
+    """A record as it goes to a stream, in a form of DCP if `dcp` is one; how many bytes that is."""
+    cdef Py_ssize_t body
+    cdef int more
+    if dcp:
+        more, body = longer(p[AT_OPCODE], dcp), HEADER_SIZE + p[AT_EXTRAS_LENGTH]
+        if body == MUTATION_HEAD and more == DCP_MUTATION_EXTRAS - MUTATION_EXTRAS:
+            memcpy(to, p, MUTATION_HEAD)  # of a size that the compiler knows
+            to[MUTATION_HEAD] = to[MUTATION_HEAD + 1] = to[MUTATION_HEAD + 2] = 0
+        else:
+            memcpy(to, p, body)
+            memset(to + body, 0, more)
+        memcpy(to + body + more, p + body, length - body)
+        to[0], to[AT_OPCODE], to[AT_EXTRAS_LENGTH] = REQUEST, p[AT_OPCODE] + 1, p[AT_EXTRAS_LENGTH] + more
+        if p[AT_OPCODE] == EXPIRATION and not dcp & EXPIRATIONS:
+            to[AT_OPCODE] = DELETION + 1
+        if not dcp & DATA_TYPES:
+            to[AT_DATA_TYPE] = 0
+        if more > DCP_GONE_EXTRAS - DELETION_EXTRAS and p[AT_OPCODE] != MUTATION:
+            put32(to + body, <uint32_t> (get64(p + AT_CAS) // NANOSECONDS))
+        length += more
+        put32(to + AT_BODY, length - HEADER_SIZE)
+    else:
+        memcpy(to, p, length)
+    put32(to + AT_OPAQUE, number)
+    return length
+
+
+cdef inline int longer(int opcode, int form) noexcept:
+    """How many bytes of extras this form of DCP adds to a record."""
+    if opcode == MUTATION:
+        return DCP_MUTATION_EXTRAS - MUTATION_EXTRAS
+    if opcode == FLUSH:
+        return 0
+    if not form & DELETE_TIMES:
+        return DCP_GONE_EXTRAS - DELETION_EXTRAS
+    if opcode == EXPIRATION and form & EXPIRATIONS:
+        return DCP_EXPIRATION_EXTRAS - DELETION_EXTRAS
+    return DCP_DELETION_EXTRAS - DELETION_EXTRAS
+
+
+def frame(dict groups not None, dict slots not None):
+    cdef dict counted = {}
+    cdef list each, made = []
+    cdef Py_ssize_t total = 0, items = 0, size, i
+    cdef uint32_t opaque
+    cdef int partition
+    cdef uint8_t *to
+    for number, records in groups.items():
+        slot = slots.get(number)
+        if slot is None:
+            continue
+        each = records
+        if PyList_GET_SIZE(each) != 1:
+            each = latest(each)
+        size = 2 * HEADER_SIZE
+        for record in each:
+            if not PyBytes_Check(record):
+                raise TypeError(f"a record is bytes, not {type(record).__name__}")
+            if PyBytes_GET_SIZE(record) < HEADER_SIZE:
+                raise packets.short(PyBytes_GET_SIZE(record))
+            size += PyBytes_GET_SIZE(record)
+        made.append((number, slot & 0xFFFFFFFF, each))
+        counted[number] = (PyList_GET_SIZE(each), size)
+        items += PyList_GET_SIZE(each)
+        total += size
+    framed = PyBytes_FromStringAndSize(NULL, total)
+    to = fresh(framed)
+    for number, slot, records in made:
+        partition, opaque, each = number, slot, records
+        edge(to, SNAPSHOT_START, partition, opaque)
+        to += HEADER_SIZE
+        for i in range(PyList_GET_SIZE(each)):
+            record = <object> PyList_GET_ITEM(each, i)
+            size = PyBytes_GET_SIZE(record)
+            memcpy(to, chars(record), size)
+            put32(to + AT_OPAQUE, opaque)
+            to += size
+        edge(to, SNAPSHOT_END, partition, opaque)
+        to += HEADER_SIZE
+    return framed, items, counted
+
+
+cdef inline void edge(uint8_t *to, int opcode, int partition, uint32_t opaque) noexcept:
+    """A marker of a snapshot, as UPR has it."""
+    memset(to, 0, HEADER_SIZE)
+    to[0], to[AT_OPCODE] = REQUEST, opcode
+    put16(to + AT_PARTITION, partition)
+    put32(to + AT_OPAQUE, opaque)
 
 
 def retarget(buffer, Py_ssize_t start, Py_ssize_t end, opaque):
@@ -268,60 +442,13 @@ def retarget(buffer, Py_ssize_t start, Py_ssize_t end, opaque):
     within(start, end, len(buffer))
     base = <uint8_t *> PyByteArray_AS_STRING(buffer)
     while at < end:
-        total = get32(base + at + 8) if end - at >= 24 else end
-        if total > end - at - 24:
+        total = get32(base + at + AT_BODY) if end - at >= HEADER_SIZE else end
+        if total > end - at - HEADER_SIZE:
             raise packets.truncated(at)
-        put32(base + at + 12, number)
-        at += 24 + total
+        put32(base + at + AT_OPAQUE, number)
+        at += HEADER_SIZE + total
         count += 1
     return count
-
-
-# ── To a file ─────────────────────────────────────────────────────────────────────────────────────
-
-cdef extern from *:
-    """
-    /* Both read what somebody else keeps alive and nobody changes, so neither needs the interpreter. */
-    static Py_ssize_t length_of_all(PyObject **records, Py_ssize_t count, Py_ssize_t ahead) {
-        Py_ssize_t i, total = 0;
-        for (i = 0; i < count; i++) {
-            if (i + ahead < count) fetch_soon(records[i + ahead]);
-            if (!PyBytes_Check(records[i])) return -1 - i;
-            total += Py_SIZE(records[i]);
-        }
-        return total;
-    }
-    static void copy_all(char *to, PyObject **records, Py_ssize_t count, Py_ssize_t ahead) {
-        Py_ssize_t i, length;
-        for (i = 0; i < count; i++) {
-            if (i + ahead < count) {
-                fetch_soon((char *)records[i + ahead] + 64);
-                fetch_soon((char *)records[i + ahead] + 128);
-            }
-            length = Py_SIZE(records[i]);
-            memcpy(to, ((PyBytesObject *)records[i])->ob_sval, length);
-            to += length;
-        }
-    }
-    """
-    Py_ssize_t length_of_all(PyObject **records, Py_ssize_t count, Py_ssize_t ahead) nogil
-    void copy_all(char *to, PyObject **records, Py_ssize_t count, Py_ssize_t ahead) nogil
-
-
-def gather(list records not None, Py_ssize_t start, Py_ssize_t end):
-    cdef PyObject **first
-    cdef Py_ssize_t total
-    within(start, end, PyList_GET_SIZE(records))
-    first = PySequence_Fast_ITEMS(records) + start
-    with nogil:
-        total = length_of_all(first, end - start, AHEAD)
-    if total < 0:
-        raise TypeError(f"a record is bytes, not {type(<object> first[-1 - total]).__name__}")
-    gathered = PyBytes_FromStringAndSize(NULL, total)
-    cdef char *to = PyBytes_AS_STRING(gathered)
-    with nogil:
-        copy_all(to, first, end - start, AHEAD)
-    return gathered
 
 
 # ── From a file ───────────────────────────────────────────────────────────────────────────────────
@@ -332,32 +459,25 @@ def replay(data, Py_ssize_t start, Py_ssize_t end, list tables not None, highs):
     cdef Py_ssize_t at = start, total
     cdef Py_ssize_t count
     cdef int opcode, klen, extras, partition
-    cdef object key, record
-    cdef dict items
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         within(start, end, view.len)
         numbers(highs, &slots, PyBUF_WRITABLE)
         try:
             count = min(PyList_GET_SIZE(tables), slots.len // 8)
-            while end - at >= 40:
+            while end - at >= DELETION_HEAD:
                 p = <const uint8_t *> view.buf + at
-                opcode, klen, extras, partition, total = p[1], get16(p + 2), p[4], get16(p + 6), get32(p + 8)
-                if p[0] != REQUEST or partition >= count or total > end - at - 24:
+                opcode, klen, extras, partition, total = p[AT_OPCODE], get16(p + AT_KEY_LENGTH), p[AT_EXTRAS_LENGTH], get16(p + AT_PARTITION), get32(p + AT_BODY)
+                if p[0] != REQUEST or partition >= count or total > end - at - HEADER_SIZE:
                     break
                 if opcode == MUTATION:
-                    if extras != 28 or klen + 28 > total:
+                    if extras != MUTATION_EXTRAS or klen + MUTATION_EXTRAS > total:
                         break
-                elif (opcode != DELETION and opcode != EXPIRATION) or extras != 16 or klen + 16 != total:
+                elif (opcode != DELETION and opcode != EXPIRATION) or extras != DELETION_EXTRAS or klen + DELETION_EXTRAS != total:
                     break
-                items = tables[partition]
-                key = PyBytes_FromStringAndSize(<const char *> p + 24 + extras, klen)
-                record = PyBytes_FromStringAndSize(<const char *> p, 24 + total)
-                if PyDict_GetItemWithError(items, key) != NULL:
-                    PyDict_DelItem(items, key)
-                PyDict_SetItem(items, key, record)
-                (<uint64_t *> slots.buf)[partition] = get64(p + 24)
-                at += 24 + total
+                map_put(&(<RecordMap?> <object> PyList_GET_ITEM(tables, partition)).map, p, HEADER_SIZE + total, NULL)
+                (<uint64_t *> slots.buf)[partition] = get64(p + AT_SEQNO)
+                at += HEADER_SIZE + total
         finally:
             PyBuffer_Release(&slots)
     finally:
@@ -365,81 +485,7 @@ def replay(data, Py_ssize_t start, Py_ssize_t end, list tables not None, highs):
     return at
 
 
-# ── Maps and lists of records ─────────────────────────────────────────────────────────────────────
-
-def measure(dict items not None):
-    cdef PyObject *key
-    cdef PyObject *value
-    cdef Py_ssize_t place = 0, length, size = 0, tombstones = 0
-    cdef list expiring = []
-    while PyDict_Next(items, &place, &key, &value):
-        record = <object> value
-        if not PyBytes_Check(record):
-            continue
-        length = PyBytes_GET_SIZE(record)
-        size += length
-        if length < 2 or chars(record)[1] != MUTATION:
-            tombstones += 1
-        elif length >= 48 and get32(chars(record) + 44):
-            expiring.append(record)
-    return tombstones, size, expiring
-
-
-cdef list everything(dict items):
-    """The values of a map. Each is counted once more, and lies in a place of its own: fetched ahead."""
-    cdef Py_ssize_t i = 0, count = len(items), place = 0
-    cdef PyObject *key
-    cdef PyObject *value
-    cdef list found = PyList_New(count)
-    cdef PyObject **to = PySequence_Fast_ITEMS(found)
-    while i < count and PyDict_Next(items, &place, &key, &value):
-        to[i] = value
-        i += 1
-    for i in range(count):
-        if i + AHEAD < count:
-            fetch_soon(to[i + AHEAD])
-        Py_INCREF(<object> to[i])
-    return found
-
-
-def after(dict items not None, seqno):
-    cdef uint64_t mark
-    cdef list found = []
-    if seqno <= 0:
-        return everything(items)
-    mark = min(seqno, MAX_CAS)
-    for entry in reversed(items.values()):
-        if PyBytes_Check(entry):
-            if PyBytes_GET_SIZE(entry) < 32:
-                raise packets.short(PyBytes_GET_SIZE(entry))
-            if get64(chars(entry) + 24) <= mark:
-                break
-        elif entry >> 80 <= seqno:
-            break
-        found.append(entry)
-    found.reverse()
-    return found
-
-
-def take(list stack not None, Py_ssize_t size):
-    cdef Py_ssize_t i, count = PyList_GET_SIZE(stack), at = count, filled = 0
-    cdef PyObject **entries = PySequence_Fast_ITEMS(stack)
-    cdef list taken
-    while at > 0 and (filled < size or at == count):
-        at -= 1
-        if at >= AHEAD:
-            fetch_soon(entries[at - AHEAD])
-        if not PyBytes_Check(<object> entries[at]):
-            raise TypeError(f"a record is bytes, not {type(<object> entries[at]).__name__}")
-        filled += PyBytes_GET_SIZE(<object> entries[at])
-    taken = PyList_New(count - at)
-    for i in range(count - at):
-        record = <object> entries[count - 1 - i]
-        Py_INCREF(record)
-        PyList_SET_ITEM(taken, i, record)
-    PyList_SetSlice(stack, at, count, [])
-    return taken
-
+# ── Lists of records ──────────────────────────────────────────────────────────────────────────────
 
 def group(list records not None):
     cdef dict groups = {}
@@ -448,9 +494,9 @@ def group(list records not None):
     for record in records:
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
-        if PyBytes_GET_SIZE(record) < 24:
+        if PyBytes_GET_SIZE(record) < HEADER_SIZE:
             raise packets.short(PyBytes_GET_SIZE(record))
-        partition = get16(chars(record) + 6)
+        partition = get16(chars(record) + AT_PARTITION)
         if partition != last:
             members = groups.get(partition)
             if members is None:
@@ -469,11 +515,11 @@ def latest(list records not None):
     for record in records:
         if not PyBytes_Check(record):
             raise TypeError(f"a record is bytes, not {type(record).__name__}")
-        if PyBytes_GET_SIZE(record) < 24:
+        if PyBytes_GET_SIZE(record) < HEADER_SIZE:
             raise packets.short(PyBytes_GET_SIZE(record))
         p = chars(record)
-        if MUTATION <= p[1] <= EXPIRATION:
-            begin, length = 24 + p[4], get16(p + 2)
+        if MUTATION <= p[AT_OPCODE] <= EXPIRATION:
+            begin, length = HEADER_SIZE + p[AT_EXTRAS_LENGTH], get16(p + AT_KEY_LENGTH)
             if begin + length > PyBytes_GET_SIZE(record):
                 raise packets.short(PyBytes_GET_SIZE(record))
             key = PyBytes_FromStringAndSize(<const char *> p + begin, length)
@@ -488,6 +534,10 @@ def latest(list records not None):
 
 # ── The rest of this module, a file for each of its large parts ───────────────────────────────────
 
+include "_map.pxi"
 include "_run.pxi"
+include "_apply.pxi"
+include "_tracking.pxi"
 include "_columns.pxi"
+include "_events.pxi"
 include "_writer.pxi"

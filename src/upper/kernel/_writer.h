@@ -3,7 +3,7 @@
  * A thread of Python's needs the interpreter's lock before its first system call and after its last, and where another
  * thread is busy it may wait for that longer than for the disk. This one never needs it. It copies the records of a batch
  * behind the head of their frame, seals the frame with its checksum, writes and syncs; then it rings: a byte arrives on a
- * pipe that the loop watches. Whoever gave it the records holds on to them, and changes nothing, until they are written. */
+ * pipe that the loop watches. The caller keeps the records, unchanged, until they are written. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>

@@ -1,6 +1,6 @@
 """Changes as Arrow record batches: the schema, and the two ways to get there.
 
-The only file of this room that knows pyarrow, and it imports it when asked. The schema is exact: Spark
+The only file of this package that uses pyarrow, imported on first use. The schema is exact: Spark
 takes int32, int64, binary and nullable columns, and no unsigned, large, view or dictionary types.
 """
 
@@ -10,7 +10,7 @@ from array import array
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from upper.kernel import packets
+from upper.record import layout
 
 if TYPE_CHECKING:
     import pyarrow
@@ -37,6 +37,7 @@ def schema() -> pyarrow.Schema:
             ("expiration", pa.int32()),
             ("lock_time", pa.int32()),
             ("changed_at", pa.timestamp("us", tz="UTC")),
+            ("data_type", pa.int32()),
         ]
     )
 
@@ -69,20 +70,22 @@ def gather(
     raw = b"".join((memoryview(data)[start:end], bytes(64)))
 
     def pick(size: int, where: Any) -> Any:
-        """So many bytes at each of the offsets."""
+        """The bytes of this size at each of the offsets."""
         kind = np.dtype(f"V{size}")
         return np.ndarray((len(raw) - size + 1,), kind, raw, strides=(1,))[where]
 
     at = np.array(offsets, dtype=np.int64) - start
-    head = pick(52, at).view(_HEAD)
+    head = pick(layout.MUTATION_HEAD, at).view(_HEAD)
     magic, opcode, extras = head["magic"], head["opcode"], head["extras"].astype(np.int64)
     key_length, total = head["key"].astype(np.int64), head["total"].astype(np.int64)
-    live = opcode == packets.MUTATION
-    change = (magic == packets.REQUEST) & (
-        live | (opcode == packets.DELETION) | (opcode == packets.EXPIRATION)
+    live = opcode == layout.MUTATION
+    change = (magic == layout.REQUEST) & (live | (opcode == layout.DELETION) | (opcode == layout.EXPIRATION))
+    good = ((magic == layout.REQUEST) | (magic == layout.RESPONSE)) & (extras + key_length <= total)
+    shaped = np.where(
+        live,
+        extras == layout.MUTATION_EXTRAS,
+        (extras == layout.DELETION_EXTRAS) & (total == layout.DELETION_EXTRAS + key_length),
     )
-    good = ((magic == packets.REQUEST) | (magic == packets.RESPONSE)) & (extras + key_length <= total)
-    shaped = np.where(live, extras == 28, (extras == 16) & (total == 16 + key_length))
     known = head["partition"] < len(branches)
     if not (good & (~change | (shaped & known))).all():
         return None
@@ -100,7 +103,7 @@ def gather(
     def binary(where: Any, length: Any, valid: Any) -> Any:
         view = np.zeros(len(at), _VIEW)
         view["length"] = length
-        # Up to 12 bytes stand in the view itself; of longer ones the first four, a buffer and an offset.
+        # Up to 12 bytes are in the view itself; of longer ones the first four, a buffer and an offset.
         view["inline"] = pick(12, where)
         long = length > 12
         spot = view.view(_SPOT)
@@ -110,16 +113,16 @@ def gather(
         buffers = [bits, pa.py_buffer(view), pa.py_buffer(raw)]
         return pa.Array.from_buffers(pa.binary_view(), len(at), buffers).cast(pa.binary())
 
-    key_at = at + 24 + extras
+    key_at = at + layout.HEADER_SIZE + extras
     value_at = key_at + key_length
-    value_length = np.where(live, at + 24 + total - value_at, 0)
+    value_length = np.where(live, at + layout.HEADER_SIZE + total - value_at, 0)
     cas = native("cas", "<u8")
     columns = {
         "partition": partition,
         "seqno": native("seqno", "<u8").view("<i8"),
         "branch": np.frombuffer(branches, np.int64)[partition] if len(branches) else partition.astype("<i8"),
         "operation": pa.DictionaryArray.from_arrays(
-            (opcode - packets.MUTATION).astype(np.int8), list(packets.OPERATIONS)
+            (opcode - layout.MUTATION).astype(np.int8), list(layout.OPERATIONS)
         ).cast(pa.string()),
         "key": binary(key_at, key_length, None),
         "value": binary(value_at, value_length, None if live.all() else live),
@@ -129,6 +132,7 @@ def gather(
         "expiration": tail("expiration").view("<i4"),
         "lock_time": tail("lock_time").view("<i4"),
         "changed_at": (cas // np.uint64(1000)).view("<i8").view("<M8[us]"),
+        "data_type": native("data_type", "<i4"),
     }
     fields = schema()
     arrays = [

@@ -1,14 +1,7 @@
-"""What both kernels know of packets: offsets, limits, the checks of arguments, and the sentences of refusals.
+"""What both kernels share beyond `upper.record`: argument checks, error messages and types.
 
-A *record* is the bytes of one change packet with opaque 0: MUTATION 0x56 with 28 bytes of extras, DELETION
-0x57 or EXPIRATION 0x58 with 16. Seqno, revision and CAS stand at the same offsets in all three:
-
-    0 magic  1 opcode  2 key length  4 extras length  5 data type  6 partition  8 total body  12 opaque
-    16 cas  24 seqno  32 revision  40 flags  44 expiration  48 lock time  52 key, value (mutations)
-                                                                          40 key        (the others)
-
-`items` of a partition is a dict, key to entry, in seqno order: an entry is a record, or an int for a
-value that left memory (`seqno << 80 | file << 48 | offset`).
+An entry of a partition is a record, or the location of one whose value is not in memory
+(`upper.record.location`).
 """
 
 from __future__ import annotations
@@ -17,42 +10,40 @@ from array import array
 from struct import Struct
 from typing import Final, TypeAlias
 
-from upper.errors import BadLength, BadMagic, RemoteProtocolError, TooLarge, Truncated
+from upper.errors import BadLength, RemoteProtocolError, Truncated
+from upper.record.layout import (
+    DELETION,
+    DELETION_EXTRAS,
+    EXPIRATION,
+    HEADER_SIZE,
+    MUTATION,
+    MUTATION_EXTRAS,
+    REQUEST,
+)
+from upper.wire.packet import bad_length as bad_length
+from upper.wire.packet import bad_magic as bad_magic
+from upper.wire.packet import too_large as too_large
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Entry: TypeAlias = bytes | int
-Items: TypeAlias = dict[bytes, Entry]
 # The buffers of each column as Arrow lays them out: validity (None: nothing is null), offsets where
 # lengths vary, data.
 Columns: TypeAlias = dict[str, tuple[bytes | None, ...]]
 
-MIB: Final = 1 << 20
-MAX_BODY: Final = 21 * MIB
-MAX_VALUE: Final = 20 * MIB
-MAX_KEY: Final = 250
-MAX_SEQNO: Final = (1 << 48) - 1
-MAX_CAS: Final = (1 << 64) - 1
 MAX_RANGE: Final = (1 << 31) - 1  # Arrow counts the bytes of a binary column in 31 bits
-
-REQUEST, RESPONSE = 0x80, 0x81
-MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
-GET, GETQ, GETK, GETKQ = 0x00, 0x09, 0x0C, 0x0D
-SET, SETQ, DELETE, DELETEQ, NOOP = 0x01, 0x11, 0x04, 0x14, 0x0A
-NOT_FOUND = b"Not found"
+NOT_FOUND: Final = b"Not found"
+# Where a replica stream is, for `apply`. Any other number: its next packet needs the caller.
+BETWEEN: Final = 0  # snapshots: the copy is consistent
+INSIDE: Final = 1  # a snapshot whose beginning the journal has
 # DCP gave changes the next numbers and longer extras, for metadata or the time of a deletion. The value of a
-# mutation ends with the metadata, as many bytes as the extras say at offset 52 of the packet.
-DCP_EXTRAS = {MUTATION: (31,), DELETION: (18, 21), EXPIRATION: (18, 20)}
-OPERATIONS = ("mutation", "deletion", "expiration")
+# mutation ends with the metadata, as many bytes as the extras say at AT_DCP_META of the packet.
+DCP_EXTRAS: Final = {MUTATION: (31,), DELETION: (18, 21), EXPIRATION: (18, 20)}
+AT_DCP_META: Final = HEADER_SIZE + MUTATION_EXTRAS
+NANOSECONDS: Final = 1_000_000_000  # a CAS is a time in nanoseconds, so a deletion's CAS has its time
 
-HEAD = Struct(">BBHBBHI4sQ")  # the whole header; the opaque as bytes, to be echoed
-SHAPE = Struct(">BBHBxxxII8x")  # magic, opcode, key length, extras length, total body, opaque
-U32 = Struct(">I")
-U64 = Struct(">Q")
-TAIL = Struct(">III")  # flags, expiration, lock time of a mutation
-RECORD = Struct(">BBHBBHIIQQQ")  # header, seqno, revision
-CHANGE = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
-NEITHER = bytes(8)  # no expiration, no lock
-NEVER = bytes(4)  # no expiration
+ECHO: Final = Struct(">BBHBBHI4sQ")  # the whole header; the opaque as bytes, to be echoed
+SHAPE: Final = Struct(">BBHBxxxII8x")  # magic, opcode, key length, extras length, total body, opaque
+CHANGE: Final = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
 
 
 # ── What a caller gave ────────────────────────────────────────────────────────────────────────────
@@ -85,8 +76,24 @@ def fits_opaque(number: int) -> int:
 def check_record(record: bytes) -> None:
     if not isinstance(record, bytes):
         raise TypeError(f"a record is bytes, not {type(record).__name__}")
-    if len(record) < 24:
+    if len(record) < HEADER_SIZE:
         raise short(len(record))
+
+
+def check_change(record: bytes) -> None:
+    """A record is a whole change in the form of UPR, with the opaque 0."""
+    check_record(record)
+    magic, opcode, key, extras, total, opaque = SHAPE.unpack_from(record)
+    head = MUTATION_EXTRAS if opcode == MUTATION else DELETION_EXTRAS
+    if (
+        magic != REQUEST
+        or not MUTATION <= opcode <= EXPIRATION
+        or opaque
+        or extras != head
+        or HEADER_SIZE + total != len(record)
+        or (head + key > total if opcode == MUTATION else head + key != total)
+    ):
+        raise ValueError(f"a record of {len(record)} bytes is not a change as it is stored")
 
 
 def within(start: int, end: int, size: int) -> None:
@@ -100,29 +107,17 @@ def check_range(start: int, end: int, size: int) -> None:
         raise ValueError(f"{end - start} bytes are too many for one batch; decode less than 2 GiB at a time")
 
 
-# ── What both modules say when they refuse ────────────────────────────────────────────────────────
-
-
-def bad_magic(byte: int, at: int) -> BadMagic:
-    return BadMagic(f"a packet cannot begin with {byte:#04x}; close the connection", at=at)
-
-
-def bad_length(extras: int, key: int, total: int, at: int) -> BadLength:
-    return BadLength(f"extras of {extras} and a key of {key} exceed a body of {total}", at=at)
+# ── The errors of both modules ────────────────────────────────────────────────────────
 
 
 def not_a_change(opcode: int) -> ValueError:
-    return ValueError(f"only changes and FLUSH can be said in DCP, not {opcode:#x}")
+    return ValueError(f"only changes and FLUSH have a form in DCP, not {opcode:#x}")
 
 
 def bad_change(opcode: int, extras: int, key: int, total: int, at: int) -> BadLength:
     return BadLength(
         f"no change {opcode:#x} has extras of {extras}, a key of {key} and a body of {total}", at=at
     )
-
-
-def too_large(total: int, limit: int, at: int) -> TooLarge:
-    return TooLarge(f"a body of {total} bytes is more than the {limit} accepted here", at=at)
 
 
 def truncated(at: int) -> Truncated:

@@ -7,31 +7,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from upper.kernel.packets import (
+    AT_DCP_META,
     CHANGE,
     DCP_EXTRAS,
-    DELETION,
-    EXPIRATION,
-    FLUSH,
-    HEAD,
-    MAX_BODY,
-    MAX_CAS,
+    ECHO,
     MAX_RANGE,
-    MUTATION,
-    OPERATIONS,
-    REQUEST,
-    RESPONSE,
+    NANOSECONDS,
     SHAPE,
-    TAIL,
-    U32,
-    U64,
     Buffer,
     Columns,
-    Entry,
-    Items,
     bad_change,
     bad_length,
     bad_magic,
@@ -48,17 +35,58 @@ from upper.kernel.packets import (
     truncated,
     within,
 )
+from upper.kernel.plain_apply import apply as apply
+from upper.kernel.plain_events import events as events
+from upper.kernel.plain_map import RecordMap as RecordMap
+from upper.kernel.plain_map import RecordView as RecordView
 from upper.kernel.plain_run import Counts as Counts
 from upper.kernel.plain_run import Table as Table
 from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
 from upper.kernel.plain_run import touched as touched
+from upper.kernel.plain_tracking import CopyProgress as CopyProgress
+from upper.kernel.plain_tracking import acknowledge as acknowledge
+from upper.kernel.plain_tracking import covered as covered
+from upper.kernel.plain_tracking import wrote as wrote
 from upper.kernel.writing import Writer as Writer
+from upper.record.layout import (
+    AT_BODY,
+    AT_CAS,
+    AT_DATA_TYPE,
+    AT_EXTRAS_LENGTH,
+    AT_FLAGS,
+    AT_KEY_LENGTH,
+    AT_OPAQUE,
+    AT_OPCODE,
+    AT_PARTITION,
+    AT_SEQNO,
+    DELETION,
+    DELETION_EXTRAS,
+    DELETION_HEAD,
+    EXPIRATION,
+    FLUSH,
+    HEADER,
+    HEADER_SIZE,
+    MAX_BODY,
+    MUTATION,
+    MUTATION_EXTRAS,
+    NO_OPAQUE,
+    OPERATIONS,
+    REQUEST,
+    RESPONSE,
+    SNAPSHOT_END,
+    SNAPSHOT_START,
+    TAIL,
+    U32,
+    U64,
+)
+from upper.wire.codes import DcpForm
 
 if TYPE_CHECKING:
     import pyarrow
 
 NAME: Final = "plain"
+_REQUEST: Final = bytes((REQUEST,))
 
 
 # ── From a socket ─────────────────────────────────────────────────────────────────────────────────
@@ -70,7 +98,7 @@ def _packets(
     """Each whole packet as (offset, end, UPR's opcode or -1 for what is no change, key length, opaque)."""
     at = start
     shape = SHAPE.unpack_from
-    while at + 24 <= end:
+    while at + HEADER_SIZE <= end:
         magic, opcode, key, extras, total, opaque = shape(data, at)
         if magic != REQUEST and magic != RESPONSE:
             break
@@ -84,9 +112,13 @@ def _packets(
         elif dcp:
             if extras not in DCP_EXTRAS[opcode]:
                 raise bad_change(opcode + 1, extras, key, total, at)
-        elif extras != 28 if opcode == MUTATION else (extras != 16 or total != 16 + key):
+        elif (
+            extras != MUTATION_EXTRAS
+            if opcode == MUTATION
+            else (extras != DELETION_EXTRAS or total != DELETION_EXTRAS + key)
+        ):
             raise bad_change(opcode, extras, key, total, at)
-        past = at + 24 + total
+        past = at + HEADER_SIZE + total
         if past > end:
             return
         yield at, past, opcode, key, opaque
@@ -96,23 +128,38 @@ def _packets(
 
 
 def _sound_changes(data: Buffer, at: int, end: int, limit: int, last: dict[int, int]) -> tuple[int, int]:
-    """Where UPR's whole and sound changes end, and how many they are: `_packets` without its words."""
+    """Where UPR's whole and sound changes end, and how many they are: `_packets` without its errors."""
     changes = 0
     shape = SHAPE.unpack_from
-    while at + 24 <= end:
+    while at + HEADER_SIZE <= end:
         magic, opcode, key, extras, total, opaque = shape(data, at)
-        past = at + 24 + total
+        past = at + HEADER_SIZE + total
         if magic != REQUEST or total > limit or past > end:
             break
         if opcode == MUTATION:
-            if extras != 28 or 28 + key > total:
+            if extras != MUTATION_EXTRAS or MUTATION_EXTRAS + key > total:
                 break
-        elif not DELETION <= opcode <= EXPIRATION or extras != 16 or total != 16 + key:
+        elif (
+            not DELETION <= opcode <= EXPIRATION
+            or extras != DELETION_EXTRAS
+            or total != DELETION_EXTRAS + key
+        ):
             break
         last[opaque] = at
         changes += 1
         at = past
     return at, changes
+
+
+def _bare(data: Buffer, start: int) -> list[int]:
+    """Where the packets are, if all are responses without a body, as to pipelined writes; otherwise none."""
+    end = len(data) - (len(data) - start) % HEADER_SIZE
+    magics = bytes(data[start:end:HEADER_SIZE])
+    if magics.count(RESPONSE) != len(magics) or (end < len(data) and data[end] not in (REQUEST, RESPONSE)):
+        return []
+    bodies = (bytes(data[at:end:HEADER_SIZE]) for at in range(start + AT_BODY, start + AT_OPAQUE))
+    lengths = (bytes(data[at:end:HEADER_SIZE]) for at in range(start + AT_KEY_LENGTH, start + AT_DATA_TYPE))
+    return [] if any(map(any, (*bodies, *lengths))) else list(range(start, end, HEADER_SIZE))
 
 
 def scan(
@@ -131,6 +178,8 @@ def scan(
     within(start, len(data), len(data))
     numbers(seqnos)
     size, end, changes, slots = len(data), start, 0, len(seqnos)
+    if size - start >= HEADER_SIZE and data[start] == RESPONSE and (bare := _bare(data, start)):
+        return bare[-1] + HEADER_SIZE, 0, bare
     others: list[int] = []
     last: dict[int, int] = {}  # by opaque: where its last change is, so that only that seqno is read
     try:
@@ -145,14 +194,14 @@ def scan(
                 else:
                     changes += 1
                     last[opaque] = at
-                if not dcp:
+                if not dcp and data[past : past + 1] == _REQUEST:
                     break  # what follows are mostly sound changes again
             else:
                 break
     finally:
         for opaque, at in last.items():
             if opaque < slots:
-                (seqnos[opaque],) = U64.unpack_from(data, at + 24)
+                (seqnos[opaque],) = U64.unpack_from(data, at + AT_SEQNO)
     return end, changes, others
 
 
@@ -163,53 +212,112 @@ def records(data: Buffer, start: int, end: int, *, dcp: bool = False) -> list[by
     found: list[bytes] = []
     for at, past, opcode, klen, _ in _whole(data, start, end, dcp):
         if not dcp:
-            found.append(b"".join((data[at : at + 12], b"\0\0\0\0", data[at + 16 : past])))
+            found.append(b"".join((data[at : at + AT_OPAQUE], NO_OPAQUE, data[at + AT_CAS : past])))
             continue
-        key = at + 24 + data[at + 4]
-        kind, extras, body = 0, 16, 16 + klen
+        key = at + HEADER_SIZE + data[at + AT_EXTRAS_LENGTH]
+        kind, extras, body = 0, DELETION_EXTRAS, DELETION_EXTRAS + klen
         if opcode == MUTATION:
-            kind, extras, past = data[at + 5], 28, past - (data[at + 52] << 8 | data[at + 53])
+            kind, extras, past = (
+                data[at + AT_DATA_TYPE],
+                MUTATION_EXTRAS,
+                past - (data[at + AT_DCP_META] << 8 | data[at + AT_DCP_META + 1]),
+            )
             if past < key + klen:
                 raise truncated(at)
-            body = 28 + past - key
+            body = MUTATION_EXTRAS + past - key
         else:
             past = key + klen  # a deletion may bring what it left behind; records have no place for it
-        head = HEAD.pack(
-            REQUEST, opcode, klen, extras, kind, data[at + 6] << 8 | data[at + 7], body, b"\0\0\0\0", 0
+        head = ECHO.pack(
+            REQUEST,
+            opcode,
+            klen,
+            extras,
+            kind,
+            data[at + AT_PARTITION] << 8 | data[at + AT_PARTITION + 1],
+            body,
+            NO_OPAQUE,
+            0,
         )
-        found.append(b"".join((head[:16], data[at + 16 : at + 24 + extras], data[key:past])))
+        found.append(b"".join((head[:AT_CAS], data[at + AT_CAS : at + HEADER_SIZE + extras], data[key:past])))
     return found
 
 
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
 
 
-def join(records: list[bytes], opaque: int, *, dcp: bool = False) -> bytes:
-    """The records one after the other, each with this opaque: what a stream sends."""
+def join(records: list[bytes], opaque: int, *, dcp: int = 0) -> bytes:
+    """The records one after the other, each with this opaque: what a stream sends.
+
+    `dcp` is a `DcpForm`: which of the forms that DCP has for changes; 0 for UPR's.
+    """
     number = U32.pack(fits_opaque(opaque))
     for record in records:
         check_record(record)
     if dcp:
-        return b"".join([_in_dcp(record, number) for record in records])
+        return b"".join([_in_dcp(record, number, dcp) for record in records])
     joined = bytearray().join(records)
-    at = 12
+    at = AT_OPAQUE
     for length in map(len, records):
         joined[at : at + 4] = number
         at += length
     return bytes(joined)
 
 
-def _in_dcp(record: bytes, number: bytes) -> bytes:
-    """One record as DCP says it: the next opcode, and extras that speak of no metadata."""
-    opcode = record[1]
+def _in_dcp(record: bytes, number: bytes, form: int) -> bytes:
+    """One record in a form of DCP: the next opcode, and extras without metadata or with the delete time."""
+    opcode = record[AT_OPCODE]
     if not MUTATION <= opcode <= FLUSH:
         raise not_a_change(opcode)
-    more, body = {MUTATION: 3, FLUSH: 0}.get(opcode, 2), 24 + record[4]
+    if opcode == EXPIRATION and not form & DcpForm.EXPIRATIONS:
+        opcode = DELETION
+    body = HEADER_SIZE + record[AT_EXTRAS_LENGTH]
     if len(record) < body:
         raise short(len(record))
-    head = (b"\x80", bytes((opcode + 1,)), record[2:4], bytes((record[4] + more & 0xFF,)), record[5:8])
-    total = U32.pack(len(record) - 24 + more)
-    return b"".join((*head, total, number, record[16:body], bytes(more), record[body:]))
+    more = b""
+    if opcode == MUTATION:
+        more = bytes(3)
+    elif opcode != FLUSH:
+        more = bytes(2)
+        if form & DcpForm.DELETE_TIMES:
+            seconds = int.from_bytes(record[AT_CAS:AT_SEQNO], "big") // NANOSECONDS & 0xFFFF_FFFF
+            more = U32.pack(seconds) + (b"\0" if opcode == DELETION else b"")
+    head = (
+        b"\x80",
+        bytes((opcode + 1,)),
+        record[AT_KEY_LENGTH:AT_EXTRAS_LENGTH],
+        bytes((record[AT_EXTRAS_LENGTH] + len(more) & 0xFF,)),
+        record[AT_DATA_TYPE:AT_PARTITION] if form & DcpForm.DATA_TYPES else b"\0",
+        record[AT_PARTITION:AT_BODY],
+    )
+    total = U32.pack(len(record) - HEADER_SIZE + len(more))
+    return b"".join((*head, total, number, record[AT_CAS:body], more, record[body:]))
+
+
+def frame(
+    groups: dict[int, list[bytes]], slots: dict[int, int]
+) -> tuple[bytes, int, dict[int, tuple[int, int]]]:
+    """The records of each partition as one snapshot of UPR, each key once, for the partitions in `slots`.
+
+    A slot is a partition and, in its lowest 32 bits, the opaque of the stream. Returns the packets, the
+    number of changes, and for each partition its number of changes and the bytes of its snapshot.
+    """
+    pieces: list[bytes] = []
+    counted: dict[int, tuple[int, int]] = {}
+    items = 0
+    for partition, records in groups.items():
+        slot = slots.get(partition)
+        if slot is None:
+            continue
+        opaque, newest = slot & 0xFFFF_FFFF, records if len(records) == 1 else latest(records)
+        start, end = (
+            HEADER.pack(REQUEST, opcode, 0, 0, 0, partition, 0, opaque, 0)
+            for opcode in (SNAPSHOT_START, SNAPSHOT_END)
+        )
+        made = b"".join((start, join(newest, opaque), end))
+        pieces.append(made)
+        counted[partition] = (len(newest), len(made))
+        items += len(newest)
+    return b"".join(pieces), items, counted
 
 
 def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
@@ -223,9 +331,12 @@ def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
     within(start, end, len(buffer))
     at, count = start, 0
     while at < end:
-        if at + 24 > end or (past := at + 24 + U32.unpack_from(buffer, at + 8)[0]) > end:
+        if (
+            at + HEADER_SIZE > end
+            or (past := at + HEADER_SIZE + U32.unpack_from(buffer, at + AT_BODY)[0]) > end
+        ):
             raise truncated(at)
-        buffer[at + 12 : at + 16] = number
+        buffer[at + AT_OPAQUE : at + AT_CAS] = number
         at = past
         count += 1
     return count
@@ -234,10 +345,10 @@ def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
 # ── From a file ───────────────────────────────────────────────────────────────────────────────────
 
 
-def replay(data: Buffer, start: int, end: int, tables: list[Items], highs: array[int]) -> int:
+def replay(data: Buffer, start: int, end: int, tables: list[RecordMap], highs: array[int]) -> int:
     """Apply the changes between `start` and `end` to their partitions, in order; where it stopped.
 
-    `tables[partition]` is the dict of a partition, `highs` an array("Q") of their seqnos. Stops at the
+    `tables[partition]` has the records of a partition, `highs` an array("Q") of their seqnos. Stops at the
     first packet that is not a whole, well-formed change of a partition that both have, and at `end`.
     """
     data = solid(data)
@@ -245,23 +356,26 @@ def replay(data: Buffer, start: int, end: int, tables: list[Items], highs: array
     numbers(highs)
     at, count = start, min(len(tables), len(highs))
     change = CHANGE.unpack_from
-    while at + 40 <= end:
+    while at + DELETION_HEAD <= end:
         magic, opcode, klen, extras, partition, total, _, seqno, _ = change(data, at)
         if magic != REQUEST or partition >= count:
             break
-        past = at + 24 + total
+        past = at + HEADER_SIZE + total
         if opcode == MUTATION:
-            if extras != 28 or klen + 28 > total:
+            if extras != MUTATION_EXTRAS or klen + MUTATION_EXTRAS > total:
                 break
-        elif (opcode != DELETION and opcode != EXPIRATION) or extras != 16 or klen + 16 != total:
+        elif (
+            (opcode != DELETION and opcode != EXPIRATION)
+            or extras != DELETION_EXTRAS
+            or klen + DELETION_EXTRAS != total
+        ):
             break
         if past > end:
             break
-        items = tables[partition]
-        key = data[at + 24 + extras : at + 24 + extras + klen]
-        if key in items:
-            del items[key]  # so that it stands at the end: order in the dict is order of seqnos
-        items[key] = data[at:past]
+        record = data[at:past]
+        if record[AT_OPAQUE:AT_CAS] != NO_OPAQUE:
+            record = b"".join((record[:AT_OPAQUE], NO_OPAQUE, record[AT_CAS:]))
+        tables[partition].put(record)
         highs[partition] = seqno
         at = past
     return at
@@ -275,57 +389,7 @@ def writer() -> Writer | None:
     return None
 
 
-# ── Maps and lists of records ─────────────────────────────────────────────────────────────────────
-
-
-def measure(items: Items) -> tuple[int, int, list[bytes]]:
-    """How many of the items are deletions, the bytes of all records, and the records that expire."""
-    tombstones = size = 0
-    expiring: list[bytes] = []
-    for record in items.values():
-        if not isinstance(record, bytes):
-            continue
-        size += len(record)
-        if record[1] != MUTATION:
-            tombstones += 1
-        elif record[44:48] != b"\0\0\0\0":
-            expiring.append(record)
-    return tombstones, size, expiring
-
-
-def after(items: Items, seqno: int) -> list[Entry]:
-    """The entries past this seqno, in order, at a cost in proportion to their number."""
-    if seqno <= 0:
-        return list(items.values())
-    mark = U64.pack(min(seqno, MAX_CAS))
-    found: list[Entry] = []
-    for entry in reversed(items.values()):
-        if entry[24:32] <= mark if isinstance(entry, bytes) else entry >> 80 <= seqno:
-            break
-        found.append(entry)
-    found.reverse()
-    return found
-
-
-def gather(records: list[bytes], start: int, end: int) -> bytes:
-    """Some records, one behind the other. The list is the caller's alone: nobody may change it meanwhile.
-
-    For threads beside the event loop: the compiled twin lets others have the interpreter while it copies.
-    """
-    check_range(start, end, len(records))
-    return b"".join(records[start:end])
-
-
-def take(stack: list[bytes], size: int) -> list[bytes]:
-    """Records off the top of a stack, the topmost first: about `size` bytes of them, at least one."""
-    count = 0
-    for filled in accumulate(map(len, reversed(stack))):
-        count += 1
-        if filled >= size:
-            break
-    taken = stack[: -count - 1 : -1]
-    del stack[len(stack) - count :]
-    return taken
+# ── Lists of records ──────────────────────────────────────────────────────────────────────────────
 
 
 def group(records: list[bytes]) -> dict[int, list[bytes]]:
@@ -333,7 +397,7 @@ def group(records: list[bytes]) -> dict[int, list[bytes]]:
     groups: dict[int, list[bytes]] = {}
     for record in records:
         check_record(record)
-        partition = record[6] << 8 | record[7]
+        partition = record[AT_PARTITION] << 8 | record[AT_PARTITION + 1]
         if partition in groups:
             groups[partition].append(record)
         else:
@@ -350,9 +414,9 @@ def latest(records: list[bytes]) -> list[bytes]:
     for number, record in enumerate(records):
         check_record(record)
         key: bytes | int = number
-        if MUTATION <= record[1] <= EXPIRATION:
-            begin = 24 + record[4]
-            past = begin + (record[2] << 8 | record[3])
+        if MUTATION <= record[AT_OPCODE] <= EXPIRATION:
+            begin = HEADER_SIZE + record[AT_EXTRAS_LENGTH]
+            past = begin + (record[AT_KEY_LENGTH] << 8 | record[AT_KEY_LENGTH + 1])
             if past > len(record):
                 raise short(len(record))
             key = record[begin:past]
@@ -374,6 +438,7 @@ def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[i
     check_range(start, end, len(data))
     numbers(branches)
     partition, expiration, flags, lock_time = array("i"), array("I"), array("I"), array("I")
+    data_type = array("i")
     seqno, branch, revision, cas, changed = array("Q"), array("Q"), array("Q"), array("Q"), array("q")
     names, keys, values = bytearray(), bytearray(), bytearray()
     name_ends, key_ends, value_ends = array("i", [0]), array("i", [0]), array("i", [0])
@@ -385,18 +450,19 @@ def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[i
         _, _, _, extras, where, _, stamp, number, times = CHANGE.unpack_from(data, at)
         if where >= len(branches):
             raise no_branch(where, len(branches), at)
-        begin = at + 24 + extras
+        begin = at + HEADER_SIZE + extras
         partition.append(where)
         seqno.append(number)
         branch.append(branches[where])
         revision.append(times)
+        data_type.append(data[at + AT_DATA_TYPE])
         cas.append(stamp)
         changed.append(stamp // 1000)
         names += OPERATIONS[opcode - MUTATION].encode()
         keys += data[begin : begin + klen]
         fields = (0, 0, 0)
         if opcode == MUTATION:
-            fields = TAIL.unpack_from(data, at + 40)
+            fields = TAIL.unpack_from(data, at + AT_FLAGS)
             values += data[begin + klen : past]
             validity[rows >> 3] |= 1 << (rows & 7)
         else:
@@ -420,6 +486,7 @@ def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[i
         "expiration": (None, expiration.tobytes()),
         "lock_time": (None, lock_time.tobytes()),
         "changed_at": (None, changed.tobytes()),
+        "data_type": (None, data_type.tobytes()),
     }
 
 
@@ -438,9 +505,9 @@ def to_arrow(data: Buffer, start: int, end: int, branches: array[int]) -> pyarro
         # The loop only finds where packets begin; numpy checks them all at once. It has no sentence for
         # what is wrong, so anything that is goes the slow way, which has.
         at, offsets, length = start, [], U32.unpack_from
-        while at + 24 <= end:
+        while at + HEADER_SIZE <= end:
             offsets.append(at)
-            at += 24 + length(data, at + 8)[0]
+            at += HEADER_SIZE + length(data, at + AT_BODY)[0]
         gathered = arrow.gather(data, start, end, offsets, branches) if at == end else None
     return arrow.batch(*columns(data, start, end, branches)) if gathered is None else gathered
 

@@ -12,7 +12,7 @@ class Writer(Protocol):
         """Append a frame to a file, and sync it. Returns how many bytes that will be.
 
         The frame is `head`, 32 bytes in which the length of the payload (u64 at 16) and the CRC of
-        everything behind it (u32 at 4) are filled in, and then the records. Nobody may change the list
+        everything behind it (u32 at 4) are filled in, and then the records. The list must not change
         before `finish`.
         """
         ...

@@ -1,1 +1,1 @@
-"""Words: the values and messages that every other room speaks in. No bytes, no rules."""
+"""Values and messages that all other packages use. No bytes, no rules."""

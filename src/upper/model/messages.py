@@ -1,11 +1,11 @@
-"""What the two ends of a connection say to each other, whatever dialect carries it.
+"""The messages of a connection, independent of the dialect.
 
-A message names its partition and its opaque (the number that ties a stream together); everything
-else is its own. What a dialect cannot say arrives as None: the draft's snapshot marker has no
-bounds, TAP's changes have no seqnos. The rule that copes with it lives in `history`.
+A message has its partition and its opaque (the number that identifies a stream). A field that a dialect does
+not have is None: the draft's snapshot marker has no bounds, TAP's changes have no seqnos. The rules for that
+are in `history`.
 
-Key-value traffic has two messages only, `Request` and `Response`: its forty commands share one
-shape, and `wire.kv` knows the fields of each.
+Key-value traffic has two messages only, `Request` and `Response`: its forty commands share one form, and
+`wire.kv` declares the fields of each.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from upper.errors import ProtocolError
 from upper.model.reasons import UNKNOWN as UNKNOWN
 from upper.model.reasons import EndReason as EndReason
 from upper.model.reasons import StreamFlag as StreamFlag
 from upper.model.values import NO_BRANCH, NO_END, ZERO, BranchId, Cas, Partition, Seqno, State, Version
 
-NO_PARTITION = Partition(0)  # what the header says where a request is about none
+NO_PARTITION = Partition(0)  # the header of a request that is about no partition
 NO_CAS = Cas(0)
 
 # ── Key-value ─────────────────────────────────────────────────────────────────────────────────────
@@ -58,7 +57,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """Stream this partition to me, from where I stand."""
+    """A request for a stream of this partition from a position."""
 
     partition: Partition
     opaque: int = 0
@@ -66,7 +65,7 @@ class StreamRequest:
     start: Seqno = ZERO
     end: Seqno = NO_END
     branch: BranchId = NO_BRANCH
-    high_seqno: Seqno | None = ZERO  # where that branch began; DCP has no room for it
+    high_seqno: Seqno | None = ZERO  # where that branch began; DCP has no field for it
     snapshot_start: Seqno | None = None
     snapshot_end: Seqno | None = None
     name: bytes = b""
@@ -81,7 +80,7 @@ class FailoverLogRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopStream:
-    """The consumer wants no more of this stream."""
+    """The consumer ends this stream."""
 
     partition: Partition
     opaque: int = 0
@@ -98,14 +97,14 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noop:
-    """Are you there? Either side asks, the other answers."""
+    """A keep-alive request; either side sends it, the other answers."""
 
     opaque: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferAck:
-    """The consumer has processed so many bytes of the flow-control window."""
+    """The consumer has processed `size` bytes of the flow-control window."""
 
     size: int
     opaque: int = 0
@@ -113,11 +112,20 @@ class BufferAck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SeqnoAck:
+    """A replica has these snapshot ends on its disk: pairs of a partition and a seqno."""
+
+    seqnos: tuple[tuple[Partition, Seqno], ...]
+    opaque: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SeqnosRequest:
-    """How far is each partition?"""
+    """A request for the high seqno of each partition."""
 
     opaque: int = 0
     state: State | None = None
+    collection: int | None = None  # 0, the default one, is the only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +140,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddStream:
-    """DCP: tells a consumer to open a stream."""
+    """DCP: asks a consumer to open a stream."""
 
     partition: Partition
     flags: int = 0
@@ -158,20 +166,25 @@ class TapConnect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamAccepted:
-    """The stream follows. `versions` is the failover log, where the consumer asked for it."""
+    """The stream follows. `versions` is the failover log, where the consumer asked for it.
+
+    A replica is also sent the purge seqno: it has every deletion past it.
+    """
 
     opaque: int
     partition: Partition | None = None
     versions: tuple[Version, ...] = ()
+    purged: Seqno | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RollbackRequired:
+class RollbackAnswer:
     """The consumer must go back to `seqno` or before, and ask again."""
 
     opaque: int
     seqno: Seqno
     partition: Partition | None = None
+    versions: tuple[Version, ...] = ()  # the failover log, for replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,19 +219,6 @@ class Acknowledged:
     opaque: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
-    """A whole packet from a client that makes no sense: `refusal` is what to answer to it.
-
-    The connection can go on, since the packet's length was sound.
-    """
-
-    opcode: int
-    opaque: int
-    error: ProtocolError
-    refusal: bytes = b""  # a whole packet, ready to send; empty where nothing can be answered
-
-
 # ── What a stream carries ─────────────────────────────────────────────────────────────────────────
 
 
@@ -228,7 +228,7 @@ class Tap:
 
     ttl: int = 255  # hops left, against replication loops
     no_value: bool = False  # the item has a value, and it was not sent
-    engine: bytes = b""  # somebody's private bytes, kept as they came
+    engine: bytes = b""  # engine-specific bytes, passed on unchanged
     more_flags: int = 0  # flags beyond ACK and NO_VALUE
 
 
@@ -262,15 +262,15 @@ class SnapshotMarker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotEnd:
-    """The consumer is consistent here. DCP has no such message: the marker's end says it."""
+class SnapshotEndMessage:
+    """The consumer is consistent here. DCP has no such message: the marker states the end."""
 
     partition: Partition
     opaque: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mutation:
+class MutationMessage:
     partition: Partition
     key: bytes
     value: bytes = b""
@@ -284,12 +284,12 @@ class Mutation:
     data_type: int = 0
     extended: bytes = b""  # DCP's extended metadata, kept as it came
     nru: int = 0
-    request_ack: bool = False  # TAP: the server wants to hear that this was processed
+    request_ack: bool = False  # TAP: the server requests an acknowledgement
     tap: Tap | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deletion:
+class DeletionMessage:
     partition: Partition
     key: bytes
     value: bytes = b""  # DCP allows one: the attributes of a deleted document
@@ -308,13 +308,13 @@ class Deletion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expiration(Deletion):
-    """A deletion that nobody asked for: the item's time had come."""
+class ExpirationMessage(DeletionMessage):
+    """A deletion because the item expired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flush:
-    """Every item is gone. It has no seqno: the consumer stands at its last one + 1."""
+class FlushMessage:
+    """All items are deleted. It has no seqno: the consumer adds 1 to its last one."""
 
     partition: Partition
     opaque: int = 0
@@ -325,7 +325,7 @@ class Flush:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetState:
-    """The other end should hold this partition in this state from now on."""
+    """The state that the other end's copy of this partition should take."""
 
     partition: Partition
     state: State
@@ -336,7 +336,7 @@ class SetState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeqnoAdvanced:
-    """DCP: the history went on to here without anything that this stream may see."""
+    """DCP: the history reached this seqno without a change for this stream."""
 
     partition: Partition
     seqno: Seqno
@@ -360,7 +360,7 @@ class SystemEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapOpaque:
-    """TAP: an extension of somebody's engine. Ignored, but acknowledged when asked."""
+    """TAP: an engine-specific extension. Ignored, but acknowledged on request."""
 
     partition: Partition
     key: bytes = b""
@@ -384,14 +384,14 @@ class Extension:
     value: bytes = b""
 
 
-Change: TypeAlias = Mutation | Deletion | Expiration
+Change: TypeAlias = MutationMessage | DeletionMessage | ExpirationMessage
 StreamMessage: TypeAlias = (
     StreamStart
     | StreamEnd
     | SnapshotMarker
-    | SnapshotEnd
+    | SnapshotEndMessage
     | Change
-    | Flush
+    | FlushMessage
     | SetState
     | SeqnoAdvanced
     | SystemEvent
@@ -405,12 +405,13 @@ Message: TypeAlias = (
     | Control
     | Noop
     | BufferAck
+    | SeqnoAck
     | SeqnosRequest
     | Open
     | AddStream
     | TapConnect
     | StreamAccepted
-    | RollbackRequired
+    | RollbackAnswer
     | FailoverLogAnswer
     | SeqnosAnswer
     | Refusal
@@ -418,5 +419,4 @@ Message: TypeAlias = (
     | StreamMessage
     | TapOpaque
     | Extension
-    | Unreadable
 )

@@ -1,6 +1,6 @@
-"""Codes that messages carry: why a stream ended, and what is asked of one beyond where it begins and ends.
+"""Codes in messages: why a stream ended, and the flags of a stream request.
 
-They stand apart from the messages so that whoever only needs the numbers of the wire need not load those.
+A separate module, so that `wire.codes` need not import the messages.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 from typing import Self
 
-# A number that a dialect does not know travels on above the 32 bits that any field has, so that it
+# A number that a dialect does not define is kept above the 32 bits that any field has, so that it
 # can never be taken for one of ours: EndReason.unknown(9) is not EndReason(9).
 UNKNOWN = 1 << 32
 
 
-class Open(IntEnum):
+class OpenEnum(IntEnum):
     """Numbers from a newer peer keep their value and get a readable name."""
 
     @classmethod
@@ -31,11 +31,11 @@ class Open(IntEnum):
 
     @classmethod
     def unknown(cls, number: int) -> Self:
-        """What a peer said with a number that its dialect does not define."""
+        """The reason for a number that the dialect of the peer does not define."""
         return cls(UNKNOWN | number)
 
 
-class EndReason(Open):
+class EndReason(OpenEnum):
     """Why a stream ended. The numbers of each dialect are in `wire`."""
 
     OK = 0

@@ -1,7 +1,7 @@
 """The values of a history: seqnos, snapshots, positions, versions and the failover log.
 
-Each refuses nonsense when it is made, so code that receives one need not look again. What may be
-concluded from them (resume or roll back) is in `history`; how they look as bytes is in `wire`.
+Each rejects invalid arguments when constructed, so code that receives one need not check again. Decisions on
+them (resume or roll back) are in `history`, their bytes in `wire`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ Partition = NewType("Partition", int)
 BranchId = NewType("BranchId", int)  # the protocol's "vbucket uuid"
 Seqno = NewType("Seqno", int)
 Cas = NewType("Cas", int)
+NodeId = NewType("NodeId", str)  # of a node in a cluster
+Epoch = NewType("Epoch", int)  # of a partition: raised by every change of its active node
 
 ZERO = Seqno(0)
 MAX_SEQNO = Seqno(2**48 - 1)
 NO_END = Seqno(2**64 - 1)  # the end of a stream that never ends
-NO_BRANCH = BranchId(0)  # what a consumer without a history says
+NO_BRANCH = BranchId(0)  # in the request of a consumer without a history
 MAX_VERSIONS = 25
 
 
@@ -36,7 +38,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Snapshot:
-    """A stretch of a history, (start, end], in which each key stands at most once."""
+    """A range of a history, (start, end], in which each key occurs at most once."""
 
     start: Seqno
     end: Seqno
@@ -59,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a consumer stands in the history of one partition."""
+    """A consumer's position in the history of one partition."""
 
     branch: BranchId
     seqno: Seqno
@@ -77,7 +79,7 @@ class Position:
         return cls(branch, seqno, Snapshot.at(seqno))
 
     def settled(self) -> Position:
-        """The same place, its snapshot narrowed where the position stands on one of its edges."""
+        """The same position, with its snapshot narrowed if the position is on one of its edges."""
         if self.seqno == self.snapshot.end or self.seqno == self.snapshot.start:
             return Position.at(self.branch, self.seqno)
         return self
@@ -147,5 +149,5 @@ class FailoverLog:
 
 
 def partition_of(key: bytes, partitions: int) -> Partition:
-    """The partition that a key lives in, as every Couchbase client computes it."""
+    """The partition of a key, as every Couchbase client computes it."""
     return Partition((crc32(key) >> 16) & 0x7FFF & (partitions - 1))

@@ -1,1 +1,1 @@
-"""One node: it answers key-value requests and feeds change streams, on one port."""
+"""One node: it answers key-value requests and sends change streams, on one port."""

@@ -1,4 +1,4 @@
-"""Who may come in: users, their roles, and the SASL exchanges that prove them.
+"""Users, their roles, and the SASL exchanges that authenticate them.
 
 The users file holds no passwords. For each user and hash it keeps what SCRAM (RFC 5802) needs to verify
 one: salt, iteration count, stored key and server key; PLAIN is checked against the same. Comparisons take
@@ -18,8 +18,11 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import secrets
-from collections.abc import Iterable, Mapping
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Flag, auto
 from pathlib import Path
@@ -28,8 +31,12 @@ from upper.errors import AuthenticationFailed, UpperError
 
 ITERATIONS = 15_000
 HASHES: Mapping[str, str] = {"SCRAM-SHA-512": "sha512", "SCRAM-SHA-256": "sha256"}
-MECHANISMS = (*HASHES, "PLAIN")
+# Couchbase's clients accept these names alone, for the same exchange.
+SYNONYMS: Mapping[str, str] = {"SCRAM-SHA512": "SCRAM-SHA-512", "SCRAM-SHA256": "SCRAM-SHA-256"}
+MECHANISMS = (*HASHES, *SYNONYMS, "PLAIN")
+CLUSTER_USER = "@cluster"  # how the nodes of a cluster log in to each other
 WRONG = "the user name or the password is wrong"
+REMEDY = "restore it from a copy, or remove it and create another with `upper users`"
 
 
 class BadUsersFile(UpperError):
@@ -105,11 +112,11 @@ class User:
 
 @dataclass(frozen=True)
 class Users:
-    """Everybody who may come in."""
+    """All users of a node."""
 
     users: Mapping[str, User] = field(default_factory=dict)
-    # Stands in for a user who is not there, so that a wrong name costs what a wrong password costs. The salt
-    # of an unknown name is derived from it, since it must be the same each time somebody asks.
+    # Replaces the secret of an unknown user, so that a wrong name costs what a wrong password costs. The salt
+    # of an unknown name is derived from it, since it must be the same each time.
     decoy: bytes = field(default_factory=lambda: secrets.token_bytes(16))
 
     def find(self, name: str) -> User | None:
@@ -138,9 +145,39 @@ class Users:
         return Users({key: user for key, user in self.users.items() if key != name}, self.decoy)
 
 
+def read_secret(path: Path) -> str:
+    """The first line of the file with the secret of a cluster."""
+    try:
+        if path.stat().st_mode & (stat.S_IRWXO | stat.S_IWGRP):
+            raise BadUsersFile(f"other users of this machine can read {path}; run `chmod 600 {path}`")
+        secret = path.read_text().partition("\n")[0].strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise BadUsersFile(f"the cluster secret {path} cannot be read ({why}); check the path") from None
+    if len(secret) < 16:
+        raise BadUsersFile(
+            f"the cluster secret in {path} has fewer than 16 characters; "
+            f"write one with `openssl rand -hex 32 > {path}`"
+        )
+    return secret
+
+
+def users_of(users: Path | None, cluster_secret: Path | None) -> Users | None:
+    """The users of a node, with the one for the other nodes of its cluster."""
+    if users is None:
+        return None
+    found = load_users(users)
+    if cluster_secret is None:
+        return found
+    roles = Role.READ | Role.STREAM
+    return found.with_user(User.new(CLUSTER_USER, read_secret(cluster_secret), roles))
+
+
 def load_users(path: Path) -> Users:
     """Read a users file; what is wrong with it is one sentence."""
     try:
+        if path.stat().st_mode & stat.S_IWOTH:
+            raise BadUsersFile(f"every user of this machine can write {path}; run `chmod 600 {path}`")
         content = json.loads(path.read_text())
         if content["version"] != 1:
             raise BadUsersFile(f"{path} is of version {content['version']}; this one reads version 1")
@@ -149,8 +186,12 @@ def load_users(path: Path) -> Users:
         raise BadUsersFile(
             f"there is no users file {path}; make one with `upper users {path} add NAME`"
         ) from None
+    except json.JSONDecodeError as error:
+        raise BadUsersFile(
+            f"{path} is not a users file: no JSON at line {error.lineno}, column {error.colno}; {REMEDY}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadUsersFile(f"{path} is not a users file ({error!r}); make one with `upper users`") from error
+        raise BadUsersFile(f"{path} is not a users file: a part of it is missing; {REMEDY}") from error
 
 
 def save_users(path: Path, users: Users) -> None:
@@ -173,10 +214,26 @@ def save_users(path: Path, users: Users) -> None:
             for user in users.users.values()
         },
     }
-    fresh = path.with_name(f".{path.name}.new")
-    fresh.touch(mode=0o600)
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)
+    try:
+        # A new name that cannot be predicted, never an existing file or link, readable by its owner alone.
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise BadUsersFile(
+            f"cannot write {path} ({error.strerror}); {_directory_remedy(path.parent)}"
+        ) from None
+    try:
+        with open(descriptor, "w") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        os.replace(name, path)
+    except OSError as error:
+        os.unlink(name)
+        raise BadUsersFile(f"cannot write {path} ({error.strerror}); nothing was changed") from None
+
+
+def _directory_remedy(directory: Path) -> str:
+    return f"make {directory} writable" if directory.is_dir() else f"create the directory {directory} first"
 
 
 def _user(name: str, entry: dict[str, object]) -> User:
@@ -212,7 +269,7 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The peer is who it says. `data` is the server's own proof, where the mechanism has one."""
+    """The peer is authenticated. `data` is the server's own proof, where the mechanism has one."""
 
     user: User
     data: bytes = b""
@@ -238,10 +295,19 @@ class Scram:
         # Name, the client's header and the rest of its first message, and the server's first message.
         self._first: tuple[str, str, str, str] | None = None
 
-    def step(self, data: bytes) -> Challenge | Welcome:
+    @property
+    def name(self) -> str:
+        """The user that the exchange is about; empty before the first message."""
+        return "" if self._first is None else self._first[0]
+
+    def step(self, data: bytes, *, allow: Callable[[str], None] = lambda name: None) -> Challenge | Welcome:
+        """The answer to a message. `allow` may refuse the user of a proof before the proof is evaluated."""
         try:
             text = data.decode()
-            return self._answer(text) if self._first is None else self._verify(text)
+            if self._first is None:
+                return self._answer(text)
+            allow(self.name)
+            return self._verify(text)
         except (ValueError, KeyError, IndexError) as error:
             raise AuthenticationFailed("this is not a SCRAM message of the exchange") from error
 
@@ -252,7 +318,9 @@ class Scram:
         fields = _fields(bare)
         name = fields["n"].replace("=2C", ",").replace("=3D", "=")
         if other not in ("", f"a={fields['n']}"):
-            raise AuthenticationFailed("nobody acts for somebody else here; leave the authorization id out")
+            raise AuthenticationFailed(
+                "an authorization id other than the user name is not supported; leave it out"
+            )
         secret = self._users.secret(name, self._mechanism)
         nonce = fields["r"] + self._nonce
         reply = f"r={nonce},s={_text(secret.salt)},i={secret.iterations}"
@@ -265,17 +333,17 @@ class Scram:
         without_proof, _, proof_text = text.rpartition(",p=")
         fields = _fields(without_proof)
         secret = self._users.secret(name, self._mechanism)
-        said = f"{bare},{reply},{without_proof}".encode()
-        signature = hmac.digest(secret.stored_key, said, self._hash)
+        message = f"{bare},{reply},{without_proof}".encode()
+        signature = hmac.digest(secret.stored_key, message, self._hash)
         proof = _bytes(proof_text)
         client_key = bytes(a ^ b for a, b in zip(proof, signature, strict=True))
         right = hmac.compare_digest(hashlib.new(self._hash, client_key).digest(), secret.stored_key)
         fresh = hmac.compare_digest(fields["r"].encode(), _fields(reply)["r"].encode())
-        bound = _bytes(fields["c"]) == opening.encode()  # nobody in between changed how it began
+        bound = _bytes(fields["c"]) == opening.encode()  # the first message was not changed on the way
         user = self._users.find(name)
         if user is None or not right or not fresh or not bound:
             raise AuthenticationFailed(WRONG)
-        return Welcome(user, f"v={_text(hmac.digest(secret.server_key, said, self._hash))}".encode())
+        return Welcome(user, f"v={_text(hmac.digest(secret.server_key, message, self._hash))}".encode())
 
 
 def _fields(text: str) -> dict[str, str]:

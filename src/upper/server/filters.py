@@ -1,41 +1,50 @@
-"""What a stream leaves out: by key, by value, by operation, and values altogether.
+"""What a stream carries: filters by key, by operation and by value, and keys without values.
 
-A filter is compiled once, when the consumer sets it, and then judges records: the packets that are stored
-and sent. What it cannot judge, it lets through: a deletion has no value, so a filter on values never hides
-one, and a flush is always sent because it moves the consumer. Patterns are RE2's: matched in time linear in
-the key, whoever wrote them.
+A filter is compiled once, when the consumer sets it, and then applied to records. A filter by value describes
+a view: a mutation that does not match is sent as a deletion with its seqno, because the version before it may
+have matched. In mode `events` it is left out. A deletion has no value and passes; a flush is always sent,
+because it moves the consumer. Patterns are RE2's, which match in time linear in the key.
 """
 
 from __future__ import annotations
 
-import json
-import operator
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from upper.errors import InvalidArguments, NotSupported
+from upper.record import layout
+from upper.record.change import deletion, key_of, meta_of, partition_of_record, without_value
+from upper.record.layout import AT_EXTRAS_LENGTH, AT_OPCODE, HEADER_SIZE, MUTATION
+from upper.server.value_filter import ValueCondition, value_condition
 
 Judge = Callable[[bytes], bool]
 
-MUTATION, DELETION, EXPIRATION = 0x56, 0x57, 0x58
-OPERATIONS: Mapping[str, int] = {"mutation": MUTATION, "deletion": DELETION, "expiration": EXPIRATION}
+VIEW, EVENTS = "view", "events"
+
+OPERATIONS: Mapping[str, int] = {name: layout.MUTATION + at for at, name in enumerate(layout.OPERATIONS)}
 
 
 @dataclass(frozen=True)
 class Filter:
-    """What the streams of a connection carry. An empty one lets everything through, and costs nothing."""
+    """What the streams of a connection carry. An empty one passes everything, and costs nothing."""
 
     prefix: bytes = b""
     pattern: str = ""
     value: str = ""
     operations: frozenset[str] = frozenset(OPERATIONS)
     keys_only: bool = False
+    mode: str = VIEW  # of the filter by value
     judges: tuple[Judge, ...] = ()
+    condition: ValueCondition | None = None
 
     @property
     def everything(self) -> bool:
-        return not self.judges and not self.keys_only
+        return self.complete and not self.keys_only
+
+    @property
+    def complete(self) -> bool:
+        """True if no change is left out."""
+        return not self.judges and self.condition is None
 
     def with_prefix(self, prefix: bytes) -> Filter:
         return replace(self, prefix=prefix)._judged()
@@ -44,7 +53,12 @@ class Filter:
         return replace(self, pattern=pattern)._judged()
 
     def with_value(self, comparison: str) -> Filter:
-        return replace(self, value=comparison)._judged()
+        return replace(self, value=comparison, condition=value_condition(comparison) if comparison else None)
+
+    def with_mode(self, mode: str) -> Filter:
+        if mode not in (VIEW, EVENTS):
+            raise InvalidArguments(f"filter.mode is {VIEW} or {EVENTS}, not {mode[:80]!r}")
+        return replace(self, mode=mode)
 
     def with_operations(self, text: str) -> Filter:
         names = frozenset(name.strip() for name in text.split(",") if name.strip())
@@ -57,19 +71,24 @@ class Filter:
     def with_keys_only(self) -> Filter:
         return replace(self, keys_only=True)
 
-    def __call__(self, records: Sequence[bytes]) -> list[bytes]:
-        """The records that pass, as they are to be sent."""
+    def __call__(self, records: Sequence[bytes], *, first: bool = False) -> list[bytes]:
+        """The records that pass, as they are to be sent. `first`: the consumer has nothing to remove."""
         judges = self.judges
         passed = [
-            record for record in records if record[1] not in _JUDGED or all(judge(record) for judge in judges)
+            record
+            for record in records
+            if record[AT_OPCODE] not in _JUDGED or all(judge(record) for judge in judges)
         ]
+        if self.condition is not None:
+            removes = self.mode == VIEW and not first and "deletion" in self.operations
+            passed = _by_value(self.condition, passed, removes=removes)
         return [without_value(record) for record in passed] if self.keys_only else passed
 
     def __str__(self) -> str:
         parts = [
             *([f"prefix {self.prefix.decode(errors='replace')}"] if self.prefix else []),
             *([f"pattern {self.pattern}"] if self.pattern else []),
-            *([f"value {self.value}"] if self.value else []),
+            *([f"value {self.value} ({self.mode})"] if self.value else []),
             *([",".join(sorted(self.operations))] if len(self.operations) < len(OPERATIONS) else []),
             *(["keys only"] if self.keys_only else []),
         ]
@@ -83,8 +102,6 @@ class Filter:
             judges.append(_by_prefix(self.prefix))
         if self.pattern:
             judges.append(_by_pattern(self.pattern))
-        if self.value:
-            judges.append(_by_value(self.value))
         return replace(self, judges=tuple(judges))
 
 
@@ -92,27 +109,13 @@ EVERYTHING = Filter()
 _JUDGED = frozenset(OPERATIONS.values())
 
 
-def without_value(record: bytes) -> bytes:
-    """A mutation without its value; any other record as it is."""
-    if record[1] != MUTATION:
-        return record
-    kept = record[4] + int.from_bytes(record[2:4], "big")
-    # The data type describes the value, and goes with it.
-    return b"".join((record[:5], b"\0", record[6:8], kept.to_bytes(4, "big"), record[12 : 24 + kept]))
-
-
-def key_of(record: bytes) -> bytes:
-    start = 24 + record[4]
-    return record[start : start + (record[2] << 8 | record[3])]
-
-
 def _by_operation(names: frozenset[str]) -> Judge:
     codes = frozenset(OPERATIONS[name] for name in names)
-    return lambda record: record[1] in codes
+    return lambda record: record[AT_OPCODE] in codes
 
 
 def _by_prefix(prefix: bytes) -> Judge:
-    return lambda record: record.startswith(prefix, 24 + record[4])
+    return lambda record: record.startswith(prefix, HEADER_SIZE + record[AT_EXTRAS_LENGTH])
 
 
 def _by_pattern(pattern: str) -> Judge:
@@ -126,72 +129,20 @@ def _by_pattern(pattern: str) -> Judge:
         options.encoding = re2.Options.Encoding.LATIN1  # keys are bytes, and need not be UTF-8
         search = re2.compile(pattern.encode(), options=options).search
     except re2.error as error:
-        raise InvalidArguments(f"the key pattern is not a regular expression of RE2: {error}") from None
+        why = error.args[0] if error.args else ""
+        text = why.decode(errors="replace") if isinstance(why, bytes) else why
+        raise InvalidArguments(f"the key pattern is not a regular expression of RE2: {text}") from None
     return lambda record: search(key_of(record)) is not None
 
 
-# ── Values: a JSON path compared with a JSON literal ──────────────────────────────────────────────
-
-_COMPARISON = re.compile(
-    r"\s*(\$(?:\.[A-Za-z_][\w-]*|\[\d+\]|\[\"[^\"]*\"\])*)\s*(==|!=|<=|>=|<|>)(.+)", re.S
-)
-_STEP = re.compile(r"\.([A-Za-z_][\w-]*)|\[(\d+)\]|\[\"([^\"]*)\"\]")
-_ORDER: Mapping[str, Callable[[object, object], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<": operator.lt,  # type: ignore[dict-item]
-    "<=": operator.le,  # type: ignore[dict-item]
-    ">": operator.gt,  # type: ignore[dict-item]
-    ">=": operator.ge,  # type: ignore[dict-item]
-}
-
-
-def _by_value(comparison: str) -> Judge:
-    match = _COMPARISON.fullmatch(comparison)
-    if match is None:
-        raise InvalidArguments(
-            'a value filter is a JSON path, a comparison and a literal, such as $.type == "order"'
-        )
-    try:
-        literal = json.loads(match[3])
-    except (ValueError, RecursionError):
-        raise InvalidArguments(
-            f"{match[3].strip()[:80]!r} is not a JSON literal; text needs double quotes"
-        ) from None
-    path = [int(number) if number else name or quoted for name, number, quoted in _STEP.findall(match[1])]
-    compare = _ORDER[match[2]]
-
-    def judge(record: bytes) -> bool:
-        if record[1] != MUTATION:
-            return True
-        start = 24 + record[4] + (record[2] << 8 | record[3])
-        try:
-            found = _walk(json.loads(record[start:]), path)
-            return _comparable(found, literal) and compare(found, literal)
-        except (ValueError, LookupError, RecursionError, TypeError):
-            return False  # no JSON, no such place in it, or lists of things that have no order
-
-    return judge
-
-
-def _walk(value: object, path: Sequence[str | int]) -> object:
-    for step in path:
-        match step, value:
-            case int(), list():
-                value = value[step]
-            case str(), dict():
-                value = value[step]
-            case _:
-                raise LookupError(step)
-    return value
-
-
-def _comparable(found: object, literal: object) -> bool:
-    """Numbers compare with numbers, text with text; another kind matches nothing, "!=" included."""
-    if isinstance(found, bool) or isinstance(literal, bool):
-        return isinstance(found, bool) and isinstance(literal, bool)
-    if isinstance(found, (int, float)) and isinstance(literal, (int, float)):
-        return True
-    return (
-        type(found) is type(literal) and not isinstance(found, (dict, type(None)))
-    ) or found is literal is None
+def _by_value(condition: ValueCondition, records: list[bytes], *, removes: bool) -> list[bytes]:
+    """Mutations that match, and other changes; the rest as deletions, where it may have to leave a view."""
+    passed: list[bytes] = []
+    for record in records:
+        if record[AT_OPCODE] != MUTATION or condition.matches(record):
+            passed.append(record)
+        elif removes:
+            cas, seqno, revision = meta_of(record)
+            partition = partition_of_record(record)
+            passed.append(deletion(partition, key_of(record), seqno=seqno, revision=revision, cas=cas))
+    return passed

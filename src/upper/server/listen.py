@@ -1,7 +1,7 @@
-"""The only place that opens a listening socket.
+"""The sockets that a node listens on, and how those of its peers are tuned.
 
-Whether an address may be bound at all was decided when the settings were made; here it is bound. Ports that
-are taken and certificates that do not load become one sentence.
+Whether an address may be bound at all was decided when the settings were made; here it is bound. A port
+that is in use and a certificate that does not load are reported before anything is written.
 """
 
 from __future__ import annotations
@@ -10,46 +10,82 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable
+from dataclasses import dataclass
 
-from upper.server.settings import BadSettings, Tls
+from upper.server.settings import BadSettings, ServerSettings, Tls
 
 BACKLOG = 1024  # connections that may wait to be accepted
 
 
-async def listen(factory: Callable[[], asyncio.Protocol], host: str, port: int) -> tuple[asyncio.Server, int]:
-    """Listen, and say on which port."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(factory, sock=bind(host, port), backlog=BACKLOG)
-    return server, bound_port(server)
+@dataclass(slots=True)
+class Endpoints:
+    """What a node needs to be reached, checked before its bucket is opened: sockets and the TLS context."""
+
+    main: socket.socket
+    metrics: socket.socket | None
+    rest: socket.socket | None
+    context: ssl.SSLContext | None
+
+    @classmethod
+    def open(cls, settings: ServerSettings) -> Endpoints:
+        context = None if settings.tls is None else server_context(settings.tls)
+        ends = cls(bind(settings.host, settings.port, option="--port"), None, None, context)
+        try:
+            if settings.metrics_port is not None:
+                ends.metrics = bind(settings.metrics_host, settings.metrics_port, option="--metrics-port")
+            if settings.rest_port is not None:
+                ends.rest = bind(settings.host, settings.rest_port, option="--rest-port")
+        except BadSettings:
+            ends.close()
+            raise
+        return ends
+
+    def close(self) -> None:
+        for bound in (self.main, self.metrics, self.rest):
+            if bound is not None:
+                bound.close()
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; the caller owns it."""
+def bind(host: str, port: int, *, option: str) -> socket.socket:
+    """A socket with this address; the caller owns it. It refuses connections until it listens."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
         raise BadSettings(
-            f"{host} is not an address of this machine ({error.strerror}); name another --host"
+            f"{host} is not an address of this machine ({error.strerror}); choose another with --host"
         ) from None
-    listening = socket.socket(family, kind, protocol)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.setblocking(False)
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setblocking(False)
     try:
-        listening.bind(address)
-        listening.listen(BACKLOG)
+        bound.bind(address)
     except OSError as error:
-        listening.close()
-        raise BadSettings(
-            f"port {port} of {host} cannot be used ({error.strerror}); name another --port"
-        ) from None
-    return listening
+        bound.close()
+        raise _unusable(host, port, error, option) from None
+    return bound
 
 
-def bound_port(server: asyncio.Server) -> int:
-    port = server.sockets[0].getsockname()[1]
+def listen(bound: socket.socket, *, option: str) -> None:
+    """Accept connections from here on. Of two sockets that were bound at the same time, one is refused.
+
+    The event loop would do this too, but uvloop ignores the refusal.
+    """
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        raise _unusable(bound.getsockname()[0], port_of(bound), error, option) from None
+
+
+def _unusable(host: str, port: int, error: OSError, option: str) -> BadSettings:
+    return BadSettings(
+        f"port {port} of {host} cannot be used ({error.strerror}); choose another with {option}"
+    )
+
+
+def port_of(bound: socket.socket) -> int:
+    port = bound.getsockname()[1]
     assert isinstance(port, int)
     return port
 
@@ -68,10 +104,24 @@ def server_context(tls: Tls) -> ssl.SSLContext:
     return context
 
 
-def without_delay(transport: asyncio.BaseTransport) -> None:
-    """Answers leave at once: they are already gathered, and waiting for more only delays them."""
+PROBES = 4  # that a peer may leave unanswered
+
+
+def tune(transport: asyncio.BaseTransport, *, keepalive: float) -> None:
+    """Send without delay, and close a peer that has been unreachable for twice `keepalive` seconds.
+
+    Answers are gathered before they are written, so waiting for more bytes only delays them. Dialects
+    without NOOP depend on TCP to notice a dead peer: probes notice a silent one, and the user timeout one
+    that never acknowledges what was sent.
+    """
     connection = transport.get_extra_info("socket")
-    if connection is not None:
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection is None:
+        return
+    idle = max(1, round(keepalive))
+    with contextlib.suppress(OSError, AttributeError):  # no such option on this system
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle // PROBES))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * idle)

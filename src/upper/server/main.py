@@ -8,28 +8,32 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from upper import kernel
+from upper.server.auth import users_of
+from upper.server.listen import Endpoints
 from upper.server.node import Node
 from upper.server.settings import ServerSettings
-from upper.storage import Bucket, StorageSettings
+from upper.storage import BucketStore, StorageSettings
 
 log = logging.getLogger(__name__)
 
-FILES = 512  # that are not for connections, where there are so many
+FILES = 512  # reserved for the storage, if the limit is larger
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """What the one line says that is printed when a node serves."""
+    """The values of the line that is printed when a node serves."""
 
     ready: bool = True
     host: str
     port: int
     metrics_port: int | None
+    rest_port: int | None
     bucket: str
     partitions: int
     items: int
@@ -38,10 +42,11 @@ class Ready:
     data: str
 
     def __str__(self) -> str:
-        metrics = f", metrics on port {self.metrics_port}" if self.metrics_port is not None else ""
+        others = (("metrics", self.metrics_port), ("REST", self.rest_port))
+        also = "".join(f", {name} on port {port}" for name, port in others if port is not None)
         return (
             f"ready: {self.host}:{self.port} serves {self.bucket} ({self.partitions} partitions, "
-            f"{self.items} items) from {self.data}, {self.kernel} kernel{metrics}"
+            f"{self.items} items) from {self.data}, {self.kernel} kernel{also}"
         )
 
 
@@ -52,48 +57,90 @@ def serve(
     data: Path,
     name: str | None,
     partitions: int | None,
+    restored: bool = False,
     ready: Callable[[Ready], None],
 ) -> None:
-    """Serve until a signal says otherwise. Name and number of partitions are those of a new bucket."""
+    """Serve until a signal ends it. Name and number of partitions are those of a new bucket."""
+    settings, endpoints = prepare(settings, data)
+    try:
+        bucket = BucketStore.open(data, storage, name=name, partitions=partitions, restored=restored)
+    except BaseException:
+        endpoints.close()
+        raise
+
+    async def main() -> None:
+        stopping = stop_signals()
+        try:
+            node = Node(bucket, settings, asyncio.get_running_loop(), endpoints)
+            await node.start()
+        except BaseException:
+            bucket.close()
+            raise
+        ready(described(node, data))
+        await stopping.wait()
+        await stop(node)
+
+    run(main())
+
+
+def prepare(settings: ServerSettings, data: Path) -> tuple[ServerSettings, Endpoints]:
+    """Check everything that can be checked before a bucket is opened, and bind the sockets."""
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a node that can reload
     settings = _within_files(settings, _raise_file_limit())
-    bucket = Bucket.open(data, storage, name=name, partitions=partitions)
+    if users_of(settings.users, settings.cluster_secret) is not None:  # read before anything is written
+        _make_private(data)
+    return settings, Endpoints.open(settings)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a node in the fastest event loop that is installed."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(bucket, settings, data, ready))
+        runner.run(main)
 
 
-async def _serve(
-    bucket: Bucket, settings: ServerSettings, data: Path, ready: Callable[[Ready], None]
-) -> None:
-    loop = asyncio.get_running_loop()
+def stop_signals() -> asyncio.Event:
+    """An event that SIGTERM and SIGINT set."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopping.set)
-    try:
-        node = Node(bucket, settings, loop)
-        await node.start()
-    except BaseException:
-        bucket.close()
-        raise
-    ready(
-        Ready(
-            host=settings.host,
-            port=node.port,
-            metrics_port=node.metrics_port,
-            bucket=bucket.name,
-            partitions=len(bucket.partitions),
-            items=sum(store.count for store in bucket.partitions),
-            kernel=kernel.NAME,
-            pid=os.getpid(),
-            data=str(data),
-        )
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping
+
+
+def described(node: Node, data: Path) -> Ready:
+    """The values of the ready line. From here on SIGHUP makes it reload."""
+    node.loop.add_signal_handler(signal.SIGHUP, node.reload)
+    bucket = node.bucket
+    return Ready(
+        host=node.settings.host,
+        port=node.port,
+        metrics_port=node.metrics_port,
+        rest_port=node.rest_port,
+        bucket=bucket.name,
+        partitions=len(bucket.partitions),
+        items=sum(store.count for store in bucket.partitions),
+        kernel=kernel.NAME,
+        pid=os.getpid(),
+        data=str(data),
     )
-    await stopping.wait()
+
+
+async def stop(node: Node) -> None:
     log.info("stopping: %d connections are open", len(node.connections))
     await node.stop()
     log.info("stopped: everything is on disk")
+
+
+def _make_private(data: Path) -> None:
+    """With users, only the account of the node may read its files."""
+    os.umask(0o077)
+    if data.exists():
+        try:
+            data.chmod(0o700)
+        except OSError as error:
+            log.warning("%s stays readable for others: %s", data, error.strerror)
 
 
 def _raise_file_limit() -> int:

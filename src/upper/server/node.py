@@ -1,8 +1,8 @@
-"""One node: a bucket, who is connected to it, and what the two have to do with each other.
+"""One node: a bucket and its connections.
 
 Everything here runs in one thread, the loop's. Commits arrive in order; each releases the answers that
-waited for it and then feeds the streams. A partition that changes its state, goes back or begins a branch
-ends its streams first. The clock ticks four times a second, for peers that have gone quiet.
+waited for it and then goes to the streams. The streams of a partition end before it changes its state, rolls
+back or begins a branch. A timer checks for silent peers four times a second.
 """
 
 from __future__ import annotations
@@ -10,93 +10,105 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from math import inf
+from time import perf_counter
 
 from upper import kernel
-from upper.errors import Busy, NotMyPartition, StorageError
+from upper.errors import NotMyPartition, StorageError, UpperError
+from upper.history.partition_state import Ownership, StateCue
 from upper.history.producing import Sending
 from upper.model.messages import EndReason
-from upper.model.values import BranchId, Seqno, State
+from upper.model.values import Partition, State
 from upper.server import commands
-from upper.server.arrival import Arrivals
-from upper.server.auth import Users, load_users
+from upper.server.answering import AnsweringConnection
+from upper.server.auth import Users, users_of
+from upper.server.cluster_map import ClusterMap, OwnMap
 from upper.server.connection import Connection
-from upper.server.hub import Hub
-from upper.server.listen import bind, listen, server_context
+from upper.server.consumers import Consumers
+from upper.server.counters import Counters, Timings
+from upper.server.fanout import Fanout
+from upper.server.http import HttpPage
+from upper.server.listen import BACKLOG, Endpoints, listen, port_of, server_context
+from upper.server.logins import PasswordChecks, Throttle
 from upper.server.metrics import MetricsPage
+from upper.server.replication import ReplicaLink, Replication, TrackedCopy
+from upper.server.rest import RestPage
+from upper.server.room import Room
+from upper.server.send_queue import SendQueue
 from upper.server.settings import ServerSettings
-from upper.server.stats import Counters, Timings
-from upper.server.streams import Stream
-from upper.server.tap import TapSession
-from upper.storage import Bucket, Commit, PartitionStore
+from upper.server.subscription import Subscription
+from upper.server.tap_sessions import TapSessions
+from upper.server.tls_accept import TlsAccept
+from upper.storage import BucketStore, Commit, Durability, PartitionStore
 
 log = logging.getLogger(__name__)
 
 TICK = 0.25  # seconds
-REFUSED = 64  # peers that are told at a time why they are not let in; more are only closed
-MINUTE = 60.0
+REFUSED = 64  # refused peers that get a reason at a time; more are only closed
 
 assert commands.__all__, "importing the commands fills their table"
 
 
-class Throttle:
-    """How often each address failed to log in lately. Who failed too often has to wait."""
-
-    def __init__(self, limit: int, now: Callable[[], float]) -> None:
-        self._limit, self._now = limit, now
-        self._failures: dict[str, deque[float]] = {}
-
-    def failed(self, host: str) -> None:
-        self._failures.setdefault(host, deque(maxlen=self._limit)).append(self._now())
-        if len(self._failures) > 10_000:  # addresses are cheap to make up; forget the oldest
-            del self._failures[next(iter(self._failures))]
-
-    def check(self, host: str) -> None:
-        failures = self._failures.get(host)
-        if failures is None:
-            return
-        while failures and failures[0] < self._now() - MINUTE:
-            failures.popleft()
-        if len(failures) >= self._limit:
-            raise Busy("too many failed logins from this address; wait a minute")
-        if not failures:
-            del self._failures[host]
-
-
 class Node:
-    def __init__(self, bucket: Bucket, settings: ServerSettings, loop: asyncio.AbstractEventLoop) -> None:
-        self.bucket: Bucket = bucket
+    def __init__(
+        self,
+        bucket: BucketStore,
+        settings: ServerSettings,
+        loop: asyncio.AbstractEventLoop,
+        endpoints: Endpoints | None = None,
+        cluster_map: ClusterMap | None = None,
+    ) -> None:
+        self.bucket: BucketStore = bucket
         self.settings: ServerSettings = settings
         self.loop: asyncio.AbstractEventLoop = loop
-        self.users: Users | None = None if settings.users is None else load_users(settings.users)
+        self.users: Users | None = users_of(settings.users, settings.cluster_secret)
         self.port, self.metrics_port = settings.port, settings.metrics_port
+        self.rest_port = settings.rest_port
         self.started: float = time.time()
         self.counters: Counters = Counters()
         self.timings: Timings = Timings()
         self.plain: kernel.Counts = kernel.Counts()  # requests that the kernel answered in runs
-        self.throttle = Throttle(settings.limits.failed_logins_peer, loop.time)
-        self.verifier = ThreadPoolExecutor(1, thread_name_prefix="upper-login")
-        self.hub: Hub = Hub(bucket)
+        self.throttle = Throttle(settings.limits.failed_logins_user, loop.time)
+        self.passwords = PasswordChecks(self.throttle)
+        self.fanout: Fanout = Fanout(bucket)
+        self.replication: Replication | None = None  # of a node that is part of a cluster
+        self.replica_links: Collection[ReplicaLink] = ()  # connections over which copies here are replicated
+        self.serves_until = inf  # as perf_counter: when the lease of a node in a cluster is over
         self.connections: dict[int, Connection] = {}
         self.arriving: set[Connection] = set()  # over TLS, without keys yet; they count too
-        self.waiting: dict[int, Connection] = {}  # those with answers that wait for the disk
-        self.committed = bucket.done  # the last batch that anybody may be told of
+        self.room: Room = Room(settings.limits, bucket, self.counters)
+        self.interrupted = 0  # connections that wait for their next turn
+        self.holds_answers = bucket.settings.durability is Durability.DISK  # until changes are released
+        self.waiting: dict[int, AnsweringConnection] = {}  # whose answers wait for disk or copies
+        self.majorities: set[AnsweringConnection] = set()  # whose answers wait for a majority of the copies
+        self.committed = bucket.done  # the last batch that responses and streams may expose
         self.barrier = 0  # a flush of this batch hides items whose records are gone already
         self.clock_now = loop.time()
-        self.pages: set[MetricsPage] = set()  # that are being asked for
+        self.pages: set[HttpPage] = set()  # that are being asked for
         self.turned_away: set[Connection] = set()  # and not gone yet
-        self._tap_sessions: dict[str, TapSession] = {}
-        self._map: bytes | None = None
-        self._revision = int(time.time())
-        self._servers: list[asyncio.Server | Arrivals] = []
+        self.consumers: Consumers = Consumers(bucket, settings.streams, time.time)
+        self.tap_sessions = TapSessions(settings.streams, loop.time)
+        self.send_queue = SendQueue(loop)
+        self.map = cluster_map
+        self._endpoints = endpoints
+        self._servers: list[asyncio.Server | TlsAccept] = []
         self._ticker: asyncio.TimerHandle | None = None
         self._flushing: asyncio.TimerHandle | None = None
         self._emptied: asyncio.Event | None = None
+
+    def join_cluster(self, active: Mapping[Partition, TrackedCopy]) -> Replication:
+        """Be part of a cluster, which tracks the active copies here. Nothing is served until it allows it."""
+        self.replication = Replication(self, active)
+        self.holds_answers = True
+        return self.replication
+
+    @property
+    def fanouts(self) -> tuple[Fanout, ...]:
+        """Of consumers, and of replicas where there are any."""
+        return (self.fanout,) if self.replication is None else (self.fanout, self.replication.fanout)
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,20 +116,31 @@ class Node:
         """Listen. From here on the node serves."""
         self.bucket.attach(self.loop)
         self.bucket.subscribe(self._on_commit)
-        settings = self.settings
-        if settings.tls is None:
-            server, self.port = await listen(lambda: Connection(self), settings.host, settings.port)
+        self.bucket.on_written = self._on_written
+        self.bucket.seen = self.consumers.seen
+        ends = self._endpoints = self._endpoints or Endpoints.open(self.settings)
+        listen(ends.main, option="--port")
+        if ends.metrics is not None:
+            listen(ends.metrics, option="--metrics-port")
+        if ends.rest is not None:
+            listen(ends.rest, option="--rest-port")
+        self.port = port_of(ends.main)
+        if ends.rest is not None:
+            self.rest_port = port_of(ends.rest)
+        self.map = self.map or OwnMap(
+            self.bucket, self.settings.host, self.port, tls=self.settings.tls is not None, rest=self.rest_port
+        )
+        if ends.context is None:
+            server = await self.loop.create_server(lambda: Connection(self), sock=ends.main, backlog=BACKLOG)
             self._servers.append(server)
         else:
-            context = server_context(settings.tls)
-            listening = bind(settings.host, settings.port)
-            self.port = listening.getsockname()[1]
-            self._servers.append(Arrivals(self, listening, context))
-        if settings.metrics_port is not None:
-            page, self.metrics_port = await listen(
-                lambda: MetricsPage(self), settings.metrics_host, settings.metrics_port
-            )
-            self._servers.append(page)
+            self._servers.append(TlsAccept(self, ends.main, ends.context))
+        if ends.metrics is not None:
+            self.metrics_port = port_of(ends.metrics)
+            self._servers.append(await self.loop.create_server(lambda: MetricsPage(self), sock=ends.metrics))
+        if ends.rest is not None:
+            rest = await self.loop.create_server(lambda: RestPage(self), sock=ends.rest, ssl=ends.context)
+            self._servers.append(rest)
         self._ticker = self.loop.call_later(TICK, self._tick)
         # What was loaded stays; the collector need not look at it again, and rarely at anything.
         gc.collect()
@@ -135,11 +158,15 @@ class Node:
             if self.bucket.failed is None:
                 self.bucket.commit()
         except StorageError as error:
-            log.error("stopping: the last batch was refused, %s", error)
+            log.error("stopping: the last batch could not be written, %s", error)
+        if self.replication is not None:
+            self.replication.stop()
         for connection in tuple(self.connections.values()):
-            if connection.desk is not None:
-                connection.desk.stop_all(EndReason.SHUTTING_DOWN)
+            if connection.stream_session is not None:
+                connection.stream_session.stop_all(EndReason.SHUTTING_DOWN)
             connection.close()
+        for page in tuple(self.pages):
+            page.transport.abort()
         if self.connections:
             self._emptied = asyncio.Event()
             with contextlib.suppress(TimeoutError):
@@ -147,8 +174,27 @@ class Node:
         for connection in tuple(self.connections.values()):
             connection.abort()
         await asyncio.sleep(0)
-        self.verifier.shutdown(wait=False, cancel_futures=True)
+        self.passwords.close()
         self.bucket.close()
+
+    def reload(self) -> None:
+        """Read users and certificates again. What cannot be read is logged, and the former ones stay."""
+        try:
+            if (
+                self.settings.tls is not None
+                and self._endpoints is not None
+                and self._endpoints.context is not None
+            ):
+                server_context(self.settings.tls)
+                self._endpoints.context.load_cert_chain(self.settings.tls.certificate, self.settings.tls.key)
+            if (users := users_of(self.settings.users, self.settings.cluster_secret)) is not None:
+                self.users = users
+                for connection in tuple(self.connections.values()):
+                    connection.reauthorize(users)
+        except (UpperError, OSError) as error:
+            log.error("reload failed, and the former users and certificates stay in use: %s", error)
+        else:
+            log.info("users and certificates were read again")
 
     def now(self) -> float:
         return self.loop.time()
@@ -169,7 +215,7 @@ class Node:
         return f"{limit} connections are open, which is the limit; close some or raise it"
 
     def admit(self, connection: Connection) -> str | None:
-        """Take in a connection, or say why not."""
+        """Accept a connection, or return the reason for a refusal."""
         self.arriving.discard(connection)
         refusal = self.refusal()
         if refusal is None:
@@ -186,10 +232,12 @@ class Node:
             self.counters.requests += connection.requests
             self.counters.bytes_in += connection.bytes_in
             self.counters.bytes_out += connection.bytes_out
-            if connection.desk is not None:
-                self.counters.stream_items += connection.desk.items
-                self.counters.stream_bytes += connection.desk.bytes
+            if connection.stream_session is not None:
+                self.counters.stream_items += connection.stream_session.items
+                self.counters.stream_bytes += connection.stream_session.bytes
+        self.room.forget(connection)
         self.waiting.pop(connection.number, None)
+        self.majorities.discard(connection)
         self.turned_away.discard(connection)
         if self._emptied is not None and not self.connections:
             self._emptied.set()
@@ -199,13 +247,18 @@ class Node:
         self._ticker = self.loop.call_later(TICK, self._tick)
         if self.clock_now - before < 4 * TICK:  # else the node itself was away, and reads first what came
             self._look_after_the_silent(self.clock_now)
-        self._forget_tap_sessions(self.clock_now)
+        self.tap_sessions.expire()
+        self.consumers.expire()
+        if self.replication is not None:
+            self.replication.tick()
+            self.release_majorities()
+        self.room.relieve(self.clock_now, tuple(self.connections.values()))
 
     def _look_after_the_silent(self, now: float) -> None:
         limits = self.settings.limits
         for connection in tuple(self.connections.values()):
-            if connection.desk is not None:
-                connection.desk.tick(now)
+            if connection.stream_session is not None:
+                connection.stream_session.tick(now)
             since = connection.idle_since
             if since is None:
                 continue
@@ -218,34 +271,53 @@ class Node:
 
     # ── Commits ───────────────────────────────────────────────────────────────────────────────────
 
+    def _on_written(self, done: int) -> None:
+        self.timings.disk.add(perf_counter() - self.bucket.writing_since)
+        self._count_unwritten(min(done, self.committed))
+
+    def _count_unwritten(self, done: int) -> None:
+        """Batches up to this one are on disk and released: they take no more memory."""
+        if self.room.written(done):
+            self.loop.call_soon(self.room.resume)
+
     def _on_commit(self, commit: Commit) -> None:
         self.committed = commit.ticket
         waiting, self.waiting = self.waiting, {}
         for number, connection in waiting.items():
-            if connection.release(commit.ticket, commit.error):
+            if connection.release(commit.ticket, commit.error or commit.unconfirmed):
                 self.waiting[number] = connection
         if commit.error is None:
-            self.hub.committed(commit)
+            self._count_unwritten(min(self.bucket.done, commit.ticket))
+            self.fanout.committed(commit)
         else:
+            self._count_unwritten(commit.ticket)
             self.counters.failed_commits += 1
-            self.hub.refused(commit.ticket)
-            self._back_to_disk(commit)
+            self.fanout.refused(commit.ticket)
+            self.back_to_disk(self.fanout, commit)
 
-    def _back_to_disk(self, commit: Commit) -> None:
-        """A batch will never be on disk: its partitions are what the disk says, and streams begin anew."""
+    def release_majorities(self) -> None:
+        """A majority may hold more changes now, or was waited for long enough."""
+        for connection in tuple(self.majorities):
+            if not connection.release(self.committed, None):
+                self.waiting.pop(connection.number, None)
+            if not connection.waits_for_majority:
+                self.majorities.discard(connection)
+
+    def back_to_disk(self, fanout: Fanout, commit: Commit) -> None:
+        """A batch will never be on disk: its partitions are read from disk again, and streams begin anew."""
         for number in kernel.group(commit.records):
             store = self.bucket.partitions[number]
-            self._end_streams(store, None)
-            self.hub.reset(store.id)
-        self._map = None
-        for line in self.hub.lines:
-            if any(stream.phase is Sending.CLOSING for stream in line.streams):
-                self._end_streams(line.store, None)  # that it is dead here will never be on disk
-            self._tell_others(line.store)
+            self.end_streams(store, fanout)
+            fanout.reset(store.id)
+        self._map_changed()
+        for tail in fanout.tails:
+            if any(stream.phase is Sending.CLOSING for stream in tail.streams):
+                self.end_streams(tail.store, fanout)  # that it is dead here will never be on disk
+            self.tell_others(tail.store)
 
     @property
     def due(self) -> int:
-        """The batch that everything said now rests on. With nothing pending, it is the one being written."""
+        """The batch that an answer of now depends on. With nothing pending, it is the one being written."""
         return self.bucket.ticket if self.bucket.pending else self.bucket.ticket - 1
 
     # ── Partitions ────────────────────────────────────────────────────────────────────────────────
@@ -255,61 +327,69 @@ class Node:
         if number < len(self.bucket.partitions):
             store = self.bucket.partitions[number]
             if not states or store.state in states:
+                if states and store.state is State.ACTIVE and not store.serves:
+                    assert self.replication is not None, "alone, an active copy is open"
+                    raise self.replication.refusal(store)
                 return store
             why = f"partition {number} is {store.state} here; refresh the map and ask its active node"
         else:
             why = f"there is no partition {number} here; the last is {len(self.bucket.partitions) - 1}"
         raise NotMyPartition(why, partition=number)
 
-    def set_state(self, store: PartitionStore, state: State, *, keep: Stream | None = None) -> None:
-        """A clean change of state; the streams of the partition end, except one that causes it."""
-        if store.state is state:
-            return
-        was = store.state
-        store.set_state(state)
-        self._map = None
-        log.info("partition %d: %s, was %s, at %d", store.id, state, was, store.high)
-        self._end_streams(store, keep)
+    def set_state(self, store: PartitionStore, state: State) -> None:
+        """Go to one of the protocol's states; the streams of the partition end."""
+        if store.state is not state:
+            self.change_state(store, StateCue(state.value))
 
-    def hand_over(self, store: PartitionStore, stream: Stream | None, then: Callable[[], None]) -> None:
-        """Takeover: no more writes here. `then` is called once the disk knows."""
-        self.set_state(store, State.DEAD, keep=stream)
-        self.hub.after(self.due, then)
+    def change_state(self, store: PartitionStore, cue: StateCue, *, keep: Subscription | None = None) -> None:
+        """A transition of the table of states; streams end, except the one that causes it."""
+        was = store.ownership
+        store.change_state(cue)
+        self._map_changed()
+        log.info("partition %d: %s, was %s, at %d", store.id, store.ownership, was, store.high)
+        self._end_all_streams(store, keep)
 
-    def reopen(self, store: PartitionStore, *, keep: Stream | None = None) -> None:
-        """A takeover broke off before it was done: the copy here takes writes again."""
+    def hand_over(self, store: PartitionStore, stream: Subscription | None, then: Callable[[], None]) -> None:
+        """Takeover: no more writes here. `then` is called once that is durable."""
+        self.change_state(store, StateCue.HAND_OVER, keep=stream)
+        self.fanout.after(self.due, then)
+
+    def release(self, store: PartitionStore) -> None:
+        """Takeover: the other side is made active. This copy becomes active again only as a new branch."""
+        if store.ownership is Ownership.HANDING_OVER:
+            store.change_state(StateCue.RELEASE)
+
+    def reopen(
+        self, store: PartitionStore, *, keep: Subscription | None = None, branch: bool = False
+    ) -> None:
+        """A takeover broke off: the copy here takes writes again. `branch`: the other side may do so, too."""
+        if store.ownership is not (Ownership.HANDED_OVER if branch else Ownership.HANDING_OVER):
+            return  # an operator decided otherwise
         try:
-            self.set_state(store, State.ACTIVE, keep=keep)
+            self.change_state(store, StateCue.ACTIVE if branch else StateCue.TAKE_BACK, keep=keep)
         except StorageError as error:
-            log.error("partition %d: a takeover broke off and it stays %s, %s", store.id, store.state, error)
+            log.error("partition %d: a takeover failed and it stays %s, %s", store.id, store.state, error)
 
-    def promote(self, store: PartitionStore, to: Seqno | None, *, fresh: BranchId) -> Seqno:
-        """Begin a branch where the partition stands, or first go back; answers where it stands now."""
-        asked = Seqno(store.high) if to is None else to
-        self._branch(store, asked, fresh=fresh)
-        self._tell_others(store)  # of one that was a copy until now
-        log.warning("partition %d: promoted by hand at %d (asked for %d)", store.id, store.high, asked)
-        return Seqno(store.high)
+    def exchange(self, store: PartitionStore, swap: Callable[[], object]) -> None:
+        """Replace the history of a partition in one turn of the loop: its streams end, and begin anew."""
+        self._end_all_streams(store)
+        swap()
+        for fanout in self.fanouts:
+            fanout.reset(store.id)
+        self._map_changed()
+        self.tell_others(store)  # of one that was a copy until now
 
-    def throw_away(self, store: PartitionStore, *, fresh: BranchId) -> None:
-        """Forget what a dead copy holds. It stays dead, and what it will hold is another history."""
-        self._branch(store, Seqno(0), fresh=fresh)
-        store.set_state(State.DEAD)
-        log.warning("partition %d: thrown away", store.id)
-
-    def _branch(self, store: PartitionStore, to: Seqno, *, fresh: BranchId) -> None:
-        self._end_streams(store, None)
-        if to < store.high:
-            store.rollback(to)
-        store.promote(fresh)
-        self.hub.reset(store.id)
-        self._map = None
+    def _map_changed(self) -> None:
+        if self.map is not None:
+            self.map.changed()
 
     def flush(self) -> None:
-        """Empty every active partition that holds something."""
-        for store in self.bucket.partitions:
-            if store.state is State.ACTIVE and store.items:
-                store.flush()
+        """Empty every active partition that holds something, or none if one of them takes no changes."""
+        stores = [one for one in self.bucket.partitions if one.state is State.ACTIVE and one.items]
+        for store in stores:
+            store.open_to_clients()
+        for store in stores:
+            store.flush()
         self.barrier = self.bucket.ticket
 
     def flush_later(self, seconds: float) -> None:
@@ -322,71 +402,26 @@ class Node:
         self._flushing = None
         try:
             self.flush()
-        except StorageError as error:
-            log.error("a flush that was due did not happen, %s", error)
+        except UpperError as error:
+            log.error("a delayed flush failed, %s", error)
 
-    def _end_streams(self, store: PartitionStore, keep: Stream | None) -> None:
-        for stream, follower in tuple(self.hub.lines[store.id].streams.items()):
+    def _end_all_streams(self, store: PartitionStore, keep: Subscription | None = None) -> None:
+        for fanout in self.fanouts:
+            self.end_streams(store, fanout, keep)
+
+    def end_streams(self, store: PartitionStore, fanout: Fanout, keep: Subscription | None = None) -> None:
+        """End the streams of a partition, except the one that causes it."""
+        for stream, listener in tuple(fanout.tails[store.id].streams.items()):
             if stream is not keep:
-                follower.stop(stream, EndReason.STATE_CHANGED)
-        self._tell_others(store)
+                listener.stop(stream, EndReason.STATE_CHANGED)
+        self.tell_others(store)
 
-    def _tell_others(self, store: PartitionStore) -> None:
-        for other in tuple(self.hub.followers):
-            other.turned(store.id)
+    def tell_others(self, store: PartitionStore) -> None:
+        """Producers without an open stream of the partition may begin or end to follow it."""
+        for other in tuple(self.fanout.listeners):
+            other.on_state_change(store.id)
 
     def cluster_map(self) -> bytes:
-        """Who holds what, as Couchbase clients read it: this node, and all that is active on it."""
-        if self._map is None:
-            self._revision += 1
-            self._map = json.dumps(self._map_content(), separators=(",", ":")).encode()
-        return self._map
-
-    def _map_content(self) -> dict[str, object]:
-        host = self.settings.host if self.settings.host not in ("0.0.0.0", "::") else "$HOST"
-        held = [[0] if store.state is State.ACTIVE else [-1] for store in self.bucket.partitions]
-        return {
-            "rev": self._revision,
-            "name": self.bucket.name,
-            "uuid": f"{self.bucket.uuid:x}",
-            "nodeLocator": "vbucket",
-            "bucketCapabilities": ["nodesExt", "upr"],
-            "nodes": [{"hostname": f"{host}:{self.port}", "ports": {"direct": self.port}}],
-            "nodesExt": [{"services": {"kv": self.port}, "hostname": host, "thisNode": True}],
-            "vBucketServerMap": {
-                "hashAlgorithm": "CRC",
-                "numReplicas": 0,
-                "serverList": [f"{host}:{self.port}"],
-                "vBucketMap": held,
-            },
-        }
-
-    # ── TAP clients that come back ────────────────────────────────────────────────────────────────
-
-    def tap_session(self, name: str, *, kept: bool) -> TapSession:
-        """The session of a named client, if it is kept and nobody else has it; else a new one."""
-        session = self._tap_sessions.get(name) if kept and name else None
-        if session is None or session.left is None:
-            session = TapSession(name)
-            if kept and name and name not in self._tap_sessions:
-                self._tap_sessions[name] = session
-        session.left = None
-        return session
-
-    def keep_tap_session(self, session: TapSession, *, kept: bool) -> None:
-        self.counters.stream_items += session.items
-        self.counters.stream_bytes += session.bytes
-        session.items = session.bytes = 0
-        if kept and self._tap_sessions.get(session.name) is session:
-            session.left = self.loop.time()
-            del self._tap_sessions[session.name]
-            self._tap_sessions[session.name] = session  # in the order of their leaving
-            away = [name for name, other in self._tap_sessions.items() if other.left is not None]
-            for name in away[: -self.settings.streams.tap_sessions]:  # names are cheap to make up
-                del self._tap_sessions[name]
-
-    def _forget_tap_sessions(self, now: float) -> None:
-        kept = self.settings.streams.tap_kept
-        old = [n for n, s in self._tap_sessions.items() if s.left is not None and now - s.left > kept]
-        for name in old:
-            del self._tap_sessions[name]
+        """Where partitions are, as JSON."""
+        assert self.map is not None, "a node has a map from its start on"
+        return self.map.content()

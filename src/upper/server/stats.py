@@ -1,8 +1,8 @@
-"""Everything a node knows about itself, in one table.
+"""The statistics of a node, in one table.
 
 A statistic has a name, a kind, a sentence and a way to find it out. STAT groups, Prometheus metrics and the
-reference page are all made from these rows, so they cannot disagree. Nothing is computed before somebody
-asks, and counters are plain numbers that whoever does the work adds to.
+reference page are all made from these rows, so they cannot disagree. Values are computed
+when they are requested; counters are plain numbers.
 """
 
 from __future__ import annotations
@@ -10,73 +10,29 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from upper import kernel
 from upper.errors import InvalidArguments, KeyNotFound
-from upper.history.producing import Sending
+from upper.history.partition_state import Access, Ownership
 from upper.model.values import State
-from upper.server.desk import Desk
-from upper.server.tap import NOWHERE, TapDesk
+from upper.server.stream_stats import Value, all_streams, open_tap_streams, ranges, sent_by_open, streams_of
 from upper.version import VERSION
 
 if TYPE_CHECKING:
-    from upper.server.connection import Connection
+    from upper.server.consumers import Consumer
     from upper.server.node import Node
-    from upper.server.streams import Stream
+    from upper.server.replication import TrackedCopy
     from upper.storage import PartitionStore
-
-Value: TypeAlias = int | float | str
 
 
 class Kind(StrEnum):
     GAUGE = "gauge"  # goes up and down
     COUNTER = "counter"  # only up, until the node restarts
     TEXT = "text"  # no number: not among the metrics
-
-
-class Counters:
-    """What is counted where it happens."""
-
-    def __init__(self) -> None:
-        self.connections = self.refused_connections = self.requests = self.bytes_in = self.bytes_out = 0
-        self.protocol_errors = self.failed_logins = self.not_my_partition = self.failed_commits = 0
-        self.misses: Counter[str] = Counter()  # keys that were not there, by command of the table
-        self.streams_opened = self.rollbacks = self.fell_behind = self.dead_peers = 0
-        self.stream_items = self.stream_bytes = 0  # of streams that have ended
-
-
-class Timing:
-    """How often something was done and how long it took: in all, and in powers of two of a microsecond."""
-
-    __slots__ = ("counts", "seconds")
-
-    def __init__(self) -> None:
-        self.counts = [0] * 64  # more than any time needs: whoever adds need not look
-        self.seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[int(seconds * 1e6).bit_length()] += 1
-        self.seconds += seconds
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
-class Timings:
-    """The time of each command of the table, and of `run`: a stretch of plain requests answered in one go."""
-
-    def __init__(self) -> None:
-        self.commands: dict[str, Timing] = defaultdict(Timing)
-        self.run = self.commands["run"]
-
-    def command(self, name: str, seconds: float) -> None:
-        self.commands[name].add(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +47,13 @@ def _open_connections(node: Node, name: str) -> int:
     return sum(int(getattr(connection, name)) for connection in node.connections.values())
 
 
-def _streams(node: Node, name: str) -> int:
-    """Sent by all streams, open or ended, of the connections that are open."""
-    total = 0
-    for connection in node.connections.values():
-        if connection.desk is not None:
-            total += int(getattr(connection.desk, name))
-            if connection.desk.tap is not None:
-                total += int(getattr(connection.desk.tap.session, name))
-    return total
-
-
 def _sum(name: str) -> Callable[[Node], Value]:
     return lambda node: sum(getattr(store, name) for store in node.bucket.partitions)
+
+
+def _active_items(node: Node) -> Value:
+    """In a cluster the nodes' numbers add up to the items of the bucket."""
+    return sum(store.count for store in node.bucket.partitions if store.ownership is Ownership.ACTIVE)
 
 
 def _count(name: str) -> Callable[[Node], Value]:
@@ -137,6 +87,26 @@ def _resident(_: Node) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _named(node: Node) -> list[Consumer]:
+    return [consumer for consumer in node.consumers if consumer.name]
+
+
+def replica_lags(node: Node) -> dict[str, int]:
+    """Seqnos on the disk of this node that each replica has not acknowledged, over all its partitions."""
+    lags: dict[str, int] = {}
+    for partition, copy in node.replication.active.items() if node.replication is not None else ():
+        written = node.bucket.partitions[partition].written
+        for replica in copy.entry.replicas:
+            lags[replica] = lags.get(replica, 0) + max(0, written - copy.held(replica))
+    return lags
+
+
+def _with_access(*kinds: Access) -> Callable[[Node], Value]:
+    return lambda node: sum(
+        store.state is State.ACTIVE and store.access in kinds for store in node.bucket.partitions
+    )
+
+
 G, C, T = Kind.GAUGE, Kind.COUNTER, Kind.TEXT
 
 GENERAL: tuple[Statistic, ...] = (
@@ -156,7 +126,61 @@ GENERAL: tuple[Statistic, ...] = (
         "that are active here",
         lambda node: sum(store.state is State.ACTIVE for store in node.bucket.partitions),
     ),
-    Statistic("curr_items", G, "items, without deletions", _sum("count")),
+    Statistic(
+        "partitions_read_only",
+        G,
+        "active here, and refusing changes because fewer copies are in sync than the minimum",
+        _with_access(Access.READ_ONLY),
+    ),
+    Statistic(
+        "partitions_not_served",
+        G,
+        "active here, and not open: being activated or handed over, or the lease may be over",
+        _with_access(Access.WAITING, Access.CLOSED),
+    ),
+    Statistic(
+        "batches_unreleased",
+        G,
+        "on the disk of this node, and waiting for replicas",
+        lambda node: len(node.bucket.releases),
+    ),
+    Statistic(
+        "replication_lag",
+        G,
+        "seqnos on the disk of this node that replicas have not acknowledged, over all of them",
+        lambda node: sum(replica_lags(node).values()),
+    ),
+    Statistic(
+        "replica_streams",
+        G,
+        "partitions that this node receives from their active nodes",
+        lambda node: sum(len(link.accepted) for link in node.replica_links),
+    ),
+    Statistic("replica_changes", C, "changes that came from other nodes", lambda node: node.bucket.applied),
+    Statistic("replica_bytes", C, "received from other nodes", _count("replica_bytes")),
+    Statistic(
+        "replica_bytes_unwritten",
+        G,
+        "received from other nodes, and not on the disk of this node yet",
+        lambda node: sum(link.unwritten.size for link in node.replica_links),
+    ),
+    Statistic(
+        "replica_connections",
+        C,
+        "opened to other nodes, the first ones and those after a failure",
+        _count("replica_connections"),
+    ),
+    Statistic(
+        "replica_rollbacks", C, "of copies here, because histories diverged", _count("replica_rollbacks")
+    ),
+    Statistic(
+        "replica_acknowledgements",
+        C,
+        "sent for batches that are on the disk of this node",
+        _count("replica_acknowledgements"),
+    ),
+    Statistic("curr_items", G, "items of active copies, without deletions", _active_items),
+    Statistic("curr_items_tot", G, "items of all copies on this node", _sum("count")),
     Statistic("tombstones", G, "deletions that are remembered", _sum("tombstones")),
     Statistic("bytes", G, "of all records, in memory or not", _sum("size")),
     Statistic("curr_connections", G, "open now, also those that only agree on keys", lambda node: node.open),
@@ -181,8 +205,10 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "cmd_set",
         C,
-        "SETs, ADDs, REPLACEs, APPENDs and PREPENDs, refused ones included",
-        lambda node: node.plain.sets + _ran(node, "set", "add", "replace", "append", "prepend"),
+        "SETs, with metadata too, ADDs, REPLACEs, APPENDs and PREPENDs, refused ones included",
+        lambda node: (
+            node.plain.sets + _ran(node, "set", "set_with_meta", "add", "replace", "append", "prepend")
+        ),
     ),
     Statistic(
         "cmd_delete",
@@ -206,38 +232,52 @@ GENERAL: tuple[Statistic, ...] = (
         "not_my_vbucket", C, "requests for a partition that is not active here", _count("not_my_partition")
     ),
     Statistic("protocol_errors", C, "packets that broke the protocol", _count("protocol_errors")),
-    Statistic("changes", C, "committed since the start", lambda node: node.hub.changes),
-    Statistic("commits", C, "batches since the start", lambda node: node.hub.commits),
+    Statistic("changes", C, "committed since the start", lambda node: node.fanout.changes),
+    Statistic("commits", C, "batches since the start", lambda node: node.fanout.commits),
     Statistic("failed_commits", C, "batches that the disk refused", _count("failed_commits")),
     Statistic(
         "curr_streams",
         G,
         "open now",
-        lambda node: (
-            node.hub.open
-            + sum(
-                c.desk is not None and c.desk.tap is not None and c.desk.tap.open
-                for c in node.connections.values()
-            )
-        ),
+        lambda node: sum(fanout.open for fanout in node.fanouts) + open_tap_streams(node),
     ),
     Statistic("streams_opened", C, "since the start", _count("streams_opened")),
     Statistic(
-        "streams_fell_behind", C, "times that a connection had no room for a commit", _count("fell_behind")
+        "streams_fell_behind",
+        C,
+        "times that the buffer of a connection was full at a commit",
+        _count("fell_behind"),
     ),
-    Statistic("stream_rollbacks", C, "consumers that were told to go back", _count("rollbacks")),
-    Statistic("dead_peers", C, "connections closed because nobody answered", _count("dead_peers")),
+    Statistic(
+        "consumers", G, "named consumers, those that are away included", lambda node: len(_named(node))
+    ),
+    Statistic(
+        "consumers_lag",
+        G,
+        "seqnos that named consumers have not been sent, those that are away included",
+        lambda node: sum(consumer.lag for consumer in _named(node)),
+    ),
+    Statistic(
+        "consumers_at_risk",
+        G,
+        "named consumers that must begin anew, or must if they stay away: deletions they lack are purged",
+        lambda node: node.consumers.at_risk(),
+    ),
+    Statistic("stream_rollbacks", C, "answers that a consumer must roll back", _count("rollbacks")),
+    Statistic(
+        "dead_peers", C, "connections closed because the peer did not answer or read", _count("dead_peers")
+    ),
     Statistic(
         "stream_items",
         C,
         "changes sent by all streams, open or ended",
-        lambda node: node.counters.stream_items + _streams(node, "items"),
+        lambda node: node.counters.stream_items + sent_by_open(node, "items"),
     ),
     Statistic(
         "stream_bytes",
         C,
         "sent by all streams, open or ended",
-        lambda node: node.counters.stream_bytes + _streams(node, "bytes"),
+        lambda node: node.counters.stream_bytes + sent_by_open(node, "bytes"),
     ),
 )
 
@@ -260,118 +300,48 @@ MEMORY: tuple[Statistic, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamField:
-    """One thing that can be said of a connection's streams, and of one stream."""
-
-    name: str
-    about: str
-    of_desk: Callable[[Connection, Desk], Value]
-
-
-def _alone(desk: Desk) -> list[Stream]:
-    """The streams that are not in step. Thousands may be, and those stand where their lines do."""
-    return [stream for stream in desk.streams.values() if not stream.in_step]
-
-
-def _states(desk: Desk) -> str:
-    alone = _alone(desk)
-    counted: dict[str, int] = {}
-    if len(desk.streams) > len(alone):
-        counted[Sending.LIVE] = len(desk.streams) - len(alone)
-    for stream in alone:
-        counted[stream.phase] = counted.get(stream.phase, 0) + 1
-    if desk.tap is not None and desk.tap.open:
-        counted[desk.tap.phase] = 1
-    return ", ".join(f"{count} {state}" for state, count in counted.items()) or "none open"
-
-
-def _partitions(desk: Desk) -> str:
-    numbers = sorted(desk.partitions) if desk.tap is None else sorted(desk.tap.session.sent)
-    return ranges(numbers)
-
-
-def named(connection: Connection, desk: Desk) -> str:
-    if desk.tap is not None:
-        return desk.tap.session.name
-    return desk.controls.name or next(
-        (stream.name for stream in desk.streams.values() if stream.name), connection.agent
-    )
-
-
-def _total(name: str) -> Callable[[Connection, Desk], Value]:
-    def total(_: Connection, desk: Desk) -> int:
-        tap = 0 if desk.tap is None else int(getattr(desk.tap.session, name))
-        return int(getattr(desk, name)) + tap
-
-    return total
-
-
-def _streams_of(desk: Desk) -> int:
-    return len(desk.streams) + (desk.tap is not None and desk.tap.open)
-
-
-def _filter(desk: Desk) -> str:
-    chosen = desk.controls.filter
-    if desk.tap is not None and desk.tap.request is not None and desk.tap.request.keys_only:
-        chosen = chosen.with_keys_only()
-    return str(chosen)
-
-
-def _remaining(desk: Desk) -> int:
-    behind = sum(stream.remaining for stream in _alone(desk))
-    return behind if desk.tap is None else sum(map(desk.tap.remaining, desk.tap.session.sent))
-
-
-STREAMS: tuple[StreamField, ...] = (
-    StreamField("name", "what the consumer calls itself", named),
-    StreamField("peer", "its address", lambda connection, desk: connection.peer),
-    StreamField(
-        "user", "who logged in", lambda connection, desk: connection.user.name if connection.user else ""
+DISK: tuple[Statistic, ...] = (
+    Statistic("disk_bytes", G, "of all files of the bucket", lambda node: node.bucket.compactor.disk_use),
+    Statistic("disk_journal_bytes", G, "of the journal", lambda node: node.bucket.journal.size),
+    Statistic(
+        "disk_free_bytes",
+        G,
+        "that may still be written there",
+        lambda node: node.bucket.disk.free(node.bucket.directory),
     ),
-    StreamField("dialect", "what it speaks", lambda _, desk: desk.dialect.name if desk.dialect else ""),
-    StreamField("since", "when it connected, seconds since the epoch", lambda c, desk: int(c.since)),
-    StreamField("streams", "open now; TAP is one for all partitions", lambda _, desk: _streams_of(desk)),
-    StreamField("partitions", "that it follows", lambda _, desk: _partitions(desk)),
-    StreamField("filter", "what new streams leave out", lambda _, desk: _filter(desk)),
-    StreamField("state", "how many streams are in which state", lambda _, desk: _states(desk)),
-    StreamField("items", "changes sent", _total("items")),
-    StreamField("bytes", "sent", _total("bytes")),
-    StreamField("remaining", "seqnos still to come", lambda _, desk: _remaining(desk)),
-    StreamField("window", "bytes that may be unacknowledged, 0 = any", lambda _, desk: desk.window.size),
-    StreamField("unacknowledged", "bytes", lambda _, desk: desk.window.under_way),
-    StreamField("backlog", "bytes that wait in the node", lambda connection, desk: connection.backlog),
+    Statistic(
+        "disk_waiting_bytes", G, "of changes that wait for the disk", lambda node: node.room.unwritten.size
+    ),
+    Statistic("disk_syncs", C, "batches written and synced", lambda node: node.timings.disk.count),
+    Statistic(
+        "disk_sync_seconds",
+        C,
+        "that writing and syncing took",
+        lambda node: round(node.timings.disk.seconds, 6),
+    ),
 )
 
-ONE_STREAM: Mapping[str, tuple[str, Callable[[Stream], Value]]] = {
-    "opaque": ("the number that ties it together", lambda stream: stream.opaque),
-    "name": ("group id of the request", lambda stream: stream.name),
-    "state": ("where it is in its life", lambda stream: str(stream.phase)),
-    "position": ("last seqno sent", lambda stream: stream.seqno),
-    "end": (
-        "where it will end, empty for never",
-        lambda s: "" if s.machine.until >= 2**63 else s.machine.until,
-    ),
-    "filter": ("what it leaves out", lambda stream: str(stream.filter)),
-    "items": ("changes sent", lambda stream: stream.items),
-    "bytes": ("sent", lambda stream: stream.bytes),
-    "remaining": ("seqnos still to come", lambda stream: stream.remaining),
-    "since": ("when it was opened, seconds since the epoch", lambda stream: int(stream.since)),
+
+CONSUMERS: Mapping[str, tuple[str, Callable[[Consumer], Value]]] = {
+    "name": ("what it calls itself; empty for all without a name", lambda consumer: consumer.name),
+    "user": ("that logged in", lambda consumer: consumer.user),
+    "dialect": ("of its streams", lambda consumer: consumer.dialect),
+    "streams": ("open now; 0 while it is away", lambda consumer: len(consumer.streams)),
+    "partitions": ("that it follows", lambda consumer: ranges(consumer.partitions)),
+    "lag": ("seqnos that it has not been sent, over all its partitions", lambda consumer: consumer.lag),
+    "rollbacks": ("answers that it must go back", lambda consumer: consumer.rollbacks),
+    "last_seen": ("seconds since the epoch", lambda consumer: int(consumer.last_seen)),
+    "items": ("changes sent by streams that have ended", lambda consumer: consumer.items),
+    "bytes": ("sent by streams that have ended", lambda consumer: consumer.bytes),
 }
 
-TAP_STREAM: Mapping[str, tuple[str, Callable[[TapDesk, int], Value]]] = {
-    "position": ("last seqno sent", lambda tap, partition: tap.session.sent[partition].seqno),
-    "acknowledged": (
-        "last seqno that the client has surely got, where it acknowledges",
-        lambda tap, partition: tap.session.acknowledged.get(partition, NOWHERE).seqno,
-    ),
-    "remaining": ("seqnos still to come", lambda tap, partition: tap.remaining(partition)),
-}
 
 PARTITION: Mapping[str, tuple[str, Callable[[PartitionStore], Value]]] = {
     "state": ("active, replica, pending or dead", lambda store: str(store.state)),
     "high_seqno": ("last seqno given out", lambda store: store.high),
-    "durable_seqno": ("last seqno that anybody may be told of", lambda store: store.durable),
+    "written_seqno": ("last seqno on the disk of this node", lambda store: store.written),
+    "durable_seqno": ("last seqno that responses and consumers may see", lambda store: store.durable),
+    "access": ("what clients may do: open, read-only, waiting or closed", lambda store: str(store.access)),
     "purge_seqno": ("highest seqno of a deletion that is really gone", lambda store: store.purged),
     "branch": ("id of the branch that is written now", lambda store: str(store.log.branch)),
     "items": ("without deletions", lambda store: store.count),
@@ -380,13 +350,43 @@ PARTITION: Mapping[str, tuple[str, Callable[[PartitionStore], Value]]] = {
     "resident_bytes": ("of records in memory", lambda store: store.resident),
 }
 
+REPLICATION: Mapping[str, tuple[str, Callable[[TrackedCopy], Value]]] = {
+    "epoch": ("of the partition: raised by every change of its active node", lambda copy: copy.entry.epoch),
+    "watermark": ("last seqno that may be exposed", lambda copy: copy.watermark),
+    "in_sync": ("nodes of the in-sync set", lambda copy: ",".join(sorted(copy.entry.in_sync))),
+}
+
+# Values come from the map of the node.
+CLUSTER: Mapping[str, tuple[Kind, str]] = {
+    "name": (T, "of this node"),
+    "node_id": (T, "of this node; its name and its address may change"),
+    "zone": (T, "of this node"),
+    "controller": (T, "the node that decides failovers and moves"),
+    "revision": (G, "of the bucket map"),
+    "lease_age": (G, "seconds since this node's lease was renewed; it serves nothing when the lease is over"),
+    "store_answers": (G, "1 while the agreement store answers this node"),
+    "nodes": (G, "that have joined"),
+    "nodes_alive": (G, "that hold their lease"),
+    "active": (G, "active copies on this node"),
+    "replica": (G, "replicas on this node"),
+    "partitions_in_sync": (G, "partitions with all of their copies in sync"),
+    "partitions_unavailable": (G, "partitions without an active copy that is alive"),
+    "moves": (G, "partitions that a rebalance has not brought to their target yet"),
+}
+
 GROUPS: Mapping[str, str] = {
     "": "the node in general",
     "memory": "where memory goes",
     "streams": "every connection that follows; with its number behind, every stream of it",
+    "disk": "files, free space and syncs",
+    "consumers": "every named consumer of the last days, connected or away",
     "vbucket-details": "every partition; with a number behind, that one",
+    "replication": "every partition that is active here, with its replicas; with a number behind, that one",
     "failovers": "the failover log of every partition; with a number behind, of that one",
     "timings": "how often commands ran and how long they took",
+    "cluster": "the cluster as this node sees it; nothing on a node that is alone",
+    "cluster-copies": "epoch and last complete snapshot on disk of each copy here, as JSON",
+    "cluster-state": "the members and the bucket map that this node has read last, as JSON",
     "reset": "accepted, and does nothing: counters count since the start",
 }
 
@@ -400,19 +400,27 @@ def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
             raise InvalidArguments(f"behind {head[:80]!r} comes a number, or nothing")
         number = int(rest)
     match head:
-        case "" | "memory":
-            for row in GENERAL if head == "" else MEMORY:
+        case "" | "memory" | "disk":
+            for row in {"": GENERAL, "memory": MEMORY, "disk": DISK}[head]:
                 yield row.name, str(row.of(node))
+        case "consumers":
+            for place, consumer in enumerate(node.consumers):
+                for name_of, (_, found) in CONSUMERS.items():
+                    yield f"{place}:{name_of}", str(found(consumer))
+                at_risk = consumer.name and consumer.at_risk(time.time(), node.bucket.settings.purge_age)
+                yield f"{place}:at_risk", str(int(bool(at_risk)))
         case "streams" if number is None:
-            yield from _stream_rows(node)
+            yield from all_streams(node)
         case "streams":
-            yield from _one_connection(node, number)
+            yield from streams_of(node, number)
         case "vbucket-details" | "vbucket":
             for store in _stores(node, number):
                 for field, (_, of) in (
                     PARTITION.items() if head != "vbucket" else [("state", PARTITION["state"])]
                 ):
                     yield f"vb_{store.id}:{field}", str(of(store))
+        case "replication":
+            yield from _replication(node, number)
         case "failovers":
             yield from _failovers(node, number)
         case "timings":
@@ -422,34 +430,24 @@ def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
                 for bucket, count in enumerate(timing.counts):
                     if count:
                         yield f"{command}:{1 << bucket}us", str(count)
+        case "cluster" | "cluster-copies" | "cluster-state":
+            assert node.map is not None, "a node has a map from its start on"
+            yield from node.map.statistics(head)
         case "reset":
             return
         case _:
             raise KeyNotFound(f"there is no group {head[:80]!r}; there are {', '.join(filter(None, GROUPS))}")
 
 
-def _stream_rows(node: Node) -> Iterator[tuple[str, str]]:
-    for connection in node.connections.values():
-        if connection.desk is not None:
-            for field in STREAMS:
-                yield f"{connection.number}:{field.name}", str(field.of_desk(connection, connection.desk))
-    yield "total:items", str(node.counters.stream_items + _streams(node, "items"))
-    yield "total:bytes", str(node.counters.stream_bytes + _streams(node, "bytes"))
-    yield "total:ended_items", str(node.counters.stream_items)
-    yield "total:ended_bytes", str(node.counters.stream_bytes)
-
-
-def _one_connection(node: Node, number: int | None) -> Iterator[tuple[str, str]]:
-    connection = node.connections.get(number or 0)
-    if connection is None or connection.desk is None:
-        raise KeyNotFound(f"connection {number} follows nothing; `streams` lists those that do")
-    for partition, stream in sorted(connection.desk.partitions.items()):
-        for field, (_, of) in ONE_STREAM.items():
-            yield f"vb_{partition}:{field}", str(of(stream))
-    if (tap := connection.desk.tap) is not None:
-        for partition in sorted(tap.session.sent):
-            for field, (_, of_tap) in TAP_STREAM.items():
-                yield f"vb_{partition}:{field}", str(of_tap(tap, partition))
+def _replication(node: Node, number: int | None) -> Iterator[tuple[str, str]]:
+    if node.replication is None:
+        return
+    for store in _stores(node, number):
+        if (copy := node.replication.active.get(store.id)) is not None:
+            for field, (_, of) in REPLICATION.items():
+                yield f"vb_{store.id}:{field}", str(of(copy))
+            for replica in copy.entry.replicas:
+                yield f"vb_{store.id}:lag:{replica}", str(max(0, store.written - copy.held(replica)))
 
 
 def _failovers(node: Node, number: int | None) -> Iterator[tuple[str, str]]:
@@ -462,14 +460,3 @@ def _failovers(node: Node, number: int | None) -> Iterator[tuple[str, str]]:
 
 def _stores(node: Node, number: int | None) -> list[PartitionStore]:
     return node.bucket.partitions if number is None else [node.partition(number)]
-
-
-def ranges(numbers: list[int]) -> str:
-    """`[0, 1, 2, 9]` as `0-2,9`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(f"{low}-{high}" if low < high else f"{low}" for low, high in parts)

@@ -1,9 +1,9 @@
 """The table of key-value commands: one row an opcode, found by number.
 
-A row says what must hold before its handler runs: the role that the user needs, and whether the partition
-that the request names must be active here. So a handler says only what its command means, and adding a
+A row states what must hold before its handler runs: the role that the user needs, and whether the partition
+that the request names must be active here. So a handler has only the meaning of its command, and adding a
 command touches no dispatcher. A handler answers with a `Reply`, with several (STAT), or with something to
-wait for; a refusal is an exception of `upper.errors`, which knows its status.
+wait for; a refusal is an exception of `upper.errors`, which has the status.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from upper.errors import InvalidArguments
-from upper.model.values import State
+from upper.errors import AuthenticationFailed, InvalidArguments, NotAllowed
+from upper.model.values import State, partition_of
+from upper.record.layout import MAX_KEY
 from upper.server.auth import Role
-from upper.storage.partition import MAX_KEY
 from upper.wire.codes import Opcode
-from upper.wire.packet import REQUEST, Header
+from upper.wire.frame_info import NO_OPTIONS, RequestOptions
+from upper.wire.kv import RequestShape, shape
+from upper.wire.packet import HEADER_SIZE, REQUEST, Header
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
+    from upper.server.durability import MajorityWait
     from upper.server.node import Node
-    from upper.storage import Bucket, PartitionStore
+    from upper.storage import BucketStore, PartitionStore
 
 
 class Quiet(Enum):
@@ -48,13 +51,14 @@ class Call:
     key: bytes
     value: bytes
     store: PartitionStore  # of the partition; only where the row asks for one
+    options: RequestOptions = NO_OPTIONS
 
     @property
     def node(self) -> Node:
         return self.connection.node
 
     @property
-    def bucket(self) -> Bucket:
+    def bucket(self) -> BucketStore:
         return self.connection.node.bucket
 
 
@@ -68,42 +72,82 @@ class Reply:
     key: bytes = b""
     value: bytes = b""
     data_type: int = 0
+    at_once: bool = False  # it depends on no change, and waits for none
+    majority: MajorityWait | None = None  # the copies that it waits for
 
 
-Result: TypeAlias = "Reply | list[Reply] | Awaitable[Reply]"
+Result: TypeAlias = "Reply | list[Reply] | Awaitable[Reply | list[Reply]]"
 Handler: TypeAlias = Callable[[Call], Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Command:
     handler: Handler
     role: Role
     state: State | None
-    extras: tuple[int, ...]
-    key: bool | None
-    value: bool | None
+    shape: RequestShape
     quiet: Quiet
     waits: bool  # the answer may rest on a change that is not durable yet
-    anybody: bool  # allowed before a login
+    large: bool  # the answer may hold a value, or more
+    before_login: bool  # allowed before a login
+    options: bool  # may require durability, and that the expiry stays
     name: str
 
     def check(self, head: Header) -> None:
         """Refuse a request whose parts are not those of this command."""
         if head.magic != REQUEST:
             raise InvalidArguments("this node asked for nothing that this could answer")
-        if head.extras_length not in self.extras:
-            wanted = " or ".join(map(str, self.extras))
+        extras, key, value = self.shape
+        if head.extras_length not in extras:
+            wanted = " or ".join(map(str, extras))
             raise InvalidArguments(f"{self.name} has {wanted} bytes of extras, not {head.extras_length}")
-        if self.key is not None and self.key != (head.key_length > 0):
-            raise InvalidArguments(f"{self.name} {'needs a' if self.key else 'has no'} key")
+        if key is not None and key != (head.key_length > 0):
+            raise InvalidArguments(f"{self.name} {'needs a' if key else 'has no'} key")
         if head.key_length > MAX_KEY:
             raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {head.key_length}")
-        if self.value is False and head.body > head.extras_length + head.key_length:
+        if value is False and head.body > head.extras_length + head.key_length:
             raise InvalidArguments(f"{self.name} has no value")
 
+    def call(
+        self, connection: Connection, head: Header, data: bytes, at: int, options: RequestOptions
+    ) -> Call:
+        """The request for the handler, after the checks that this row requires."""
+        if not connection.known and not self.before_login:
+            raise AuthenticationFailed("authenticate with SASL first")
+        if self.role not in connection.roles:
+            raise NotAllowed(f"this needs the role {' and '.join(self.role.names)}; ask an administrator")
+        self.check(head)
+        if not self.options and options != NO_OPTIONS:
+            raise InvalidArguments(
+                f"{self.name} takes no durability level and no expiry to keep; leave them out"
+            )
+        body = at + HEADER_SIZE
+        key_at = body + head.extras_length
+        value_at = key_at + head.key_length
+        end = at + head.size
+        partition = head.vbucket
+        if connection.routed and self.shape.key:
+            partition = partition_of(data[key_at:value_at], len(connection.node.bucket.partitions))
+        store: PartitionStore | None = None
+        if self.state is not None:
+            store = connection.node.partition(partition, self.state)
+        return Call(
+            connection,
+            head.opcode,
+            partition,
+            head.opaque,
+            head.cas,
+            head.data_type,
+            data[body:key_at],
+            data[key_at:value_at],
+            data[value_at:end],
+            cast("PartitionStore", store),
+            options,
+        )
 
-_ROWS: dict[int, Row] = {}
-TABLE: Mapping[int, Row] = _ROWS
+
+_ROWS: dict[int, Command] = {}
+TABLE: Mapping[int, Command] = _ROWS
 
 
 def handles(
@@ -112,17 +156,16 @@ def handles(
     leaves_out: Quiet = Quiet.SUCCESS,
     role: Role = Role.NONE,
     state: State | None = None,
-    extras: tuple[int, ...] = (0,),
-    key: bool | None = False,
-    value: bool | None = False,
     waits: bool = False,
-    anybody: bool = False,
+    large: bool = False,
+    before_login: bool = False,
+    options: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Make a function the handler of these opcodes, and of the quiet forms of them.
 
-    `extras` are the lengths that are allowed; `key` and `value` must be there, must not, or (None) may be.
-    Whatever looks at a partition waits for its last change; `waits` says so where `state` does not. Where
-    there are users, a command needs a login unless it is for `anybody`.
+    `wire.kv` declares which extras, key and value a request has. Whatever reads a partition waits for its
+    last change; `waits` is for those that need it without `state`. Where there are users, a command needs
+    a login unless it is for `before_login`. Commands that change one item take `options`.
     """
 
     def add(handler: Handler) -> Handler:
@@ -130,8 +173,17 @@ def handles(
             assert opcode not in _ROWS, f"{Opcode(opcode).name} has two handlers"
             silence = leaves_out if opcode in quiet else Quiet.NEVER
             name = Opcode(opcode).name.lower()
-            _ROWS[opcode] = Row(
-                handler, role, state, extras, key, value, silence, waits or state is not None, anybody, name
+            _ROWS[opcode] = Command(
+                handler,
+                role,
+                state,
+                shape(opcode),
+                silence,
+                waits or state is not None,
+                large,
+                before_login,
+                options and opcode not in quiet,
+                name,
             )
         return handler
 

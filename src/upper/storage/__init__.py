@@ -1,27 +1,30 @@
-"""What survives a restart: a journal of packets, one ordered map a partition, files that replace the journal.
+"""Persistent storage of a bucket: a journal, partitions as ordered maps in memory, and partition files.
 
-`Bucket.open(directory)` is the way in. Nothing here opens a socket; docs/storage.md describes the format.
+`BucketStore.open(directory)` is the entry point. Nothing here uses the network; docs/storage.md describes the
+format.
 """
 
-from upper.storage.bucket import Bucket, Commit
+from upper.storage.bucket import BucketStore
 from upper.storage.changes import Changes
 from upper.storage.disk import Disk
-from upper.storage.opening import Opening, fresh_branch
-from upper.storage.partition import Mode, PartitionStore, Written
-from upper.storage.records import Item
+from upper.storage.opening import OpeningReport
+from upper.storage.partition import Mode, PartitionStore, WriteResult
+from upper.storage.records import StoredItem
+from upper.storage.release import Commit
 from upper.storage.settings import Durability, StorageSettings
+from upper.storage.state import fresh_branch
 
 __all__ = [
-    "Bucket",
+    "BucketStore",
     "Changes",
     "Commit",
     "Disk",
     "Durability",
-    "Item",
+    "StoredItem",
     "Mode",
-    "Opening",
+    "OpeningReport",
     "PartitionStore",
     "StorageSettings",
-    "Written",
+    "WriteResult",
     "fresh_branch",
 ]

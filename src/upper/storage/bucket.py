@@ -1,16 +1,17 @@
 """The bucket: all partitions of one data directory, one open batch, one writer.
 
-All state belongs to one thread, the loop's. What was changed lies in `pending`; when the writer is idle the
-open batch is handed over and becomes one frame, one write, one fdatasync. Then the durable seqnos move and
-subscribers hear of it (`Commit`). Everything that arrives meanwhile makes the next batch.
+All state belongs to one thread, the loop's. Changes are appended to `pending`; when the writer is idle the
+open batch is handed to it and becomes one frame, one write, one fdatasync. Everything that arrives meanwhile
+makes the next batch. What is written goes to `releases`, which moves the seqnos and passes each batch to its
+subscribers as a `Commit`.
 
-When a write or an fdatasync fails, nothing of that batch counts: the partitions it touched are read again
-from disk as of the last good batch, whoever waited gets the error, and from then on the bucket only
-reads (`failed` says why). Streams and reads go on. If the disk was merely full, writing goes on by itself
-once there is room again (`recovery`).
+When a write or an fdatasync fails, the batch is discarded: the partitions that it changed are read again
+from disk as of the last good batch, every waiting caller gets the error, and from then on the bucket is
+read-only (`failed` has the reason). Streams and reads continue. If the disk was full, writing resumes once
+space is free (`recovery`).
 
-With durability=memory a batch counts when it is handed over, and the disk follows. What is then lost by
-an unclean end is admitted when the directory is opened again: every active partition begins a new branch.
+With durability=memory a batch is acknowledged when it is passed to the writer. An unclean shutdown may lose
+batches; when the directory is opened again, every active partition begins a new branch.
 """
 
 from __future__ import annotations
@@ -20,41 +21,38 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from upper import kernel
 from upper.errors import NotWritable, StorageError, UpperError
-from upper.model.values import ZERO, BranchId, FailoverLog, Partition, Seqno, State, Version
-from upper.storage import marks, opening, records
-from upper.storage.clock import Clock
+from upper.model.values import ZERO, FailoverLog, Partition, State, Version
+from upper.record.layout import AT_OPCODE
+from upper.record.location import MAX_OFFSET, location
+from upper.storage import metadata, opening, records
+from upper.storage.changes import ReadAhead
+from upper.storage.clock import HybridClock
+from upper.storage.compactor import Compactor
 from upper.storage.disk import Disk
 from upper.storage.expiry import Expiry
-from upper.storage.files import MAX_OFFSET, File, Files, location
+from upper.storage.files import File, Files
 from upper.storage.journal import Journal
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
-from upper.storage.recovery import Recovery
-from upper.storage.rewrite import Rewriter
+from upper.storage.recovery import WriteRecovery
+from upper.storage.release import Commit, Listener, ReleaseQueue
+from upper.storage.rollback import Rollbacks
 from upper.storage.settings import MIB, Durability, StorageSettings
-from upper.storage.writer import Batch, Outcome, Writer, write
+from upper.storage.writer import BatchOutcome, JournalBatch, JournalWriter, write
 
 log = logging.getLogger("upper.storage")
 
-WORTH_A_BATCH = 64  # records; with fewer, a batch more costs all who hear of it more than it saves
+WORTH_A_BATCH = 64  # records; with fewer, one more batch costs its subscribers more than it saves
 
 
-class Commit(NamedTuple):
-    """A batch that is on disk, or, with an error, one that never will be."""
-
-    ticket: int
-    records: list[bytes]  # changes and flushes, in order
-    error: StorageError | None = None
-
-
-class Bucket:
-    """Use `Bucket.open`. Without `attach`, `commit()` writes what is pending; with it nobody needs to."""
+class BucketStore:
+    """Opened with `open`. Without `attach`, `commit()` writes what is pending; with it the writer does."""
 
     def __init__(
         self,
@@ -62,12 +60,12 @@ class Bucket:
         settings: StorageSettings,
         disk: Disk,
         time_ns: Callable[[], int],
-        identity: marks.Identity,
+        identity: metadata.Identity,
         lock: int,
     ) -> None:
         self.directory, self.settings, self.disk = directory, settings, disk
         self.uuid, self.name = identity.uuid, identity.name
-        self.clock = Clock(time_ns)
+        self.clock = HybridClock(time_ns)
         self.files = Files(disk)
         self.journal = Journal(directory, self.files, self.uuid)
         self.expiry = Expiry()
@@ -82,27 +80,36 @@ class Bucket:
         ]
         self.table: list[PartitionStore | None] = [None] * identity.partitions
         self.pending: list[bytes] = []
-        self.facts_pending = False  # some of them are facts that streams do not carry
+        self.facts_pending = False  # some of them are metadata that streams do not carry
         self.ticket = 1
         self.done = 0
-        self.acknowledged = 0  # the last batch that counts; with durability=memory ahead of `done`
+        self.acknowledged = 0  # the last acknowledged batch; with durability=memory ahead of `done`
         self.failed: StorageError | None = None
         self.closed = False
-        self.opening = opening.Opening(True, 0, False, 0.0)
+        self.opening = opening.OpeningReport(True, 0, False, 0.0)
+        self.applied = 0  # changes that came from other copies
         self.live = 0  # bytes of all records, as last weighed
         self.held = 0  # bytes that items take in memory, as last weighed
         self._lock = lock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._half = 0  # as many records as were in half of the last batch
-        self._subscribers: list[Callable[[Commit], None]] = []
+        # The seqno up to which the consumers of a partition have seen its deletions; a node replaces it.
+        self.seen: Callable[[int], int] = lambda partition: 2**63
+        self.writing_since = 0.0  # when the batch that is being written was handed over, as perf_counter
+        self.on_written: Callable[[int], None] = lambda batch: (
+            None
+        )  # called when a batch is on disk, or failed
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._writer: Writer | None = None
+        self._writer: JournalWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unweighed = 0
-        self._refused: dict[int, StorageError] = {}  # batches that never were, though later ones are
-        self.recovery = Recovery(self)
-        self.rewriter = Rewriter(self)
+        self._refused: dict[int, StorageError] = {}  # discarded batches that later ones follow
+        self.recovery = WriteRecovery(self)
+        self.reader = ReadAhead(self.files)
+        self.compactor = Compactor(self)
+        self.rollbacks = Rollbacks(self)
+        self.releases = ReleaseQueue(self)
 
     # ── Opening and closing ───────────────────────────────────────────────────────────────────────
 
@@ -115,24 +122,31 @@ class Bucket:
         name: str | None = None,
         partitions: int | None = None,
         state: State = State.ACTIVE,
+        restored: bool = False,
+        uuid: int | None = None,
         disk: Disk | None = None,
         time_ns: Callable[[], int] = time.time_ns,
-    ) -> Bucket:
-        """Open the bucket in this directory; if there is none, make one of that name, size and state."""
+    ) -> BucketStore:
+        """Open the bucket in this directory, or create it with this name, size and state.
+
+        `restored`: the directory is a copy or a backup of another, so active partitions begin new branches.
+        `uuid`: the identity of the bucket, where several directories hold copies of its partitions.
+        """
         began = time.monotonic()
         directory, disk = Path(path), disk or Disk()
+        opening.refuse_foreign(directory, name, restored=restored)
         lock = opening.lock_directory(directory, disk)
         try:
-            identity = opening.identify(directory, disk, name=name, partitions=partitions)
+            identity = opening.identify(directory, disk, name=name, partitions=partitions, uuid=uuid)
             bucket = cls(directory, settings or StorageSettings(), disk, time_ns, identity, lock)
-            bucket.opening = opening.load_bucket(bucket, state, began)
+            bucket.opening = opening.load_bucket(bucket, state, began, restored=restored)
         except BaseException:
             os.close(lock)
             raise
         return bucket
 
     def only_read(self, error: OSError | NotWritable) -> None:
-        """The disk refuses: from here on the bucket serves what it holds, and takes nothing more."""
+        """A write failed: the bucket is read-only from here on."""
         if self.failed is None:
             if isinstance(error, OSError):
                 hope = self.recovery.hope(error, watched=self._loop is not None)
@@ -143,13 +157,15 @@ class Bucket:
         self.table[:] = [None] * len(self.table)
 
     def close(self) -> None:
-        """Write what is pending, note that all is in order, and let go of the directory."""
+        """Write pending changes, record a clean shutdown, and release the directory."""
         if self.closed:
             return
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self.rewriter.close()
+        self.compactor.close()
+        self.rollbacks.close()
+        self.reader.close()
         try:
             self.commit()
         finally:
@@ -157,21 +173,24 @@ class Bucket:
                 self._writer.close()
             if self.failed is None:
                 try:
-                    mark = marks.Mark(self.done, self.settings.durability)
-                    marks.write_mark(self.disk, self.directory, mark)
+                    mark = metadata.ShutdownState(self.done, self.settings.durability)
+                    metadata.write_shutdown(self.disk, self.directory, mark)
                 except OSError as error:
-                    log.error("bucket %s: it could not be marked as closed: %s", self.name, error)
+                    log.error("bucket %s: the clean shutdown could not be recorded: %s", self.name, error)
             self.journal.close()
             self.files.delete_doomed()
             self.files.close()
             os.close(self._lock)
 
     def abandon(self) -> None:
-        """Let go of everything as a crash would: nothing more is written. For tests."""
+        """Release everything as a crash would: nothing more is written. For tests."""
         self.closed = True
+        self.pending = []
         if self._timer is not None:
             self._timer.cancel()
-        self.rewriter.close(wait=True)
+        self.compactor.close(wait=True)
+        self.rollbacks.close()
+        self.reader.close()
         if self._writer is not None:
             self._writer.close()
         self.journal.close()
@@ -189,30 +208,33 @@ class Bucket:
     # ── Group commit ──────────────────────────────────────────────────────────────────────────────
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From here on batches are written beside this loop; sweeping and compaction run by themselves."""
+        """Start the threads that write batches and compact, and the timer that expires items."""
         self._loop = loop
-        self._writer = Writer(self.journal, loop, self._collect)
-        self.rewriter.start(loop)
+        self._writer = JournalWriter(self.journal, loop, self._collect)
+        self.compactor.start(loop)
+        self.reader.start(self.in_loop)
         self._timer = loop.call_later(self.settings.sweep_every, self._tick)
         if self.pending:
             self.kick()
 
-    def subscribe(self, listener: Callable[[Commit], None]) -> Callable[[], None]:
-        """Hear of every batch, in order, in the loop's thread. Call what is returned to stop."""
-        self._subscribers.append(listener)
-        return lambda: self._subscribers.remove(listener)
+    def subscribe(self, listener: Listener, *, written: bool = False) -> Callable[[], None]:
+        """Call `listener` with every batch, in order, in the loop, when it is released (or written).
+
+        Returns the function that ends it.
+        """
+        return self.releases.subscribe(listener, written=written)
 
     def kick(self) -> None:
-        """Something was appended to `pending`: it is handed over at the end of this turn, or next in line."""
+        """Schedule a batch of `pending`, after this iteration of the loop or after the present batch."""
         if self._loop is not None and not self._scheduled and not self._is_writing:
             self._scheduled = True
             self._loop.call_soon(self._hand_over)
 
     def hasten(self) -> None:
-        """`kick`, from where memory agrees with `pending`: half of what a large batch had goes at once.
+        """`kick`, at a point where memory agrees with `pending`: half of a large batch is written at once.
 
-        Otherwise all who write would share one batch, be answered together, and ask again together, while
-        the disk waits for this thread and this thread for the disk.
+        Otherwise all clients would share one batch, get their responses together and send again together, so
+        that disk and event loop would wait for each other.
         """
         half_a_batch = len(self.pending) >= max(self._half, WORTH_A_BATCH)
         waited_for = self._loop is not None and self.settings.durability is Durability.DISK
@@ -222,9 +244,9 @@ class Bucket:
             self.kick()
 
     def saved(self, ticket: int | None = None) -> asyncio.Future[None]:
-        """Resolves when that batch (by default: the open one) is done, or raises why it never will be."""
+        """Resolves when that batch (by default: the open one) is on disk, or raises its error."""
         if self._loop is None:
-            raise StorageError("a bucket without a loop has nobody to wait; call commit() instead")
+            raise StorageError("a bucket without a loop cannot wait; call commit() instead")
         wanted = self.ticket if ticket is None else ticket
         future: asyncio.Future[None] = self._loop.create_future()
         if ticket is None and not self.pending:
@@ -240,7 +262,7 @@ class Bucket:
         return future
 
     def commit(self) -> None:
-        """Write everything that is pending, and wait. Raises when the disk refuses."""
+        """Write all pending changes and wait. Raises if the write fails."""
         while self._is_writing or self.pending:
             if self.failed is not None:
                 raise self.failed
@@ -259,41 +281,43 @@ class Bucket:
         self._scheduled = False
         if self._is_writing or not self.pending or self.failed is not None:
             return
-        if self.rewriter.stalls and not now:
-            return  # the rewriter kicks when it has made room
+        if self.compactor.stalls and not now:
+            return  # the compactor calls `kick` when space is free
         handed, self.pending = self.pending, []
         self._half = len(handed) // 2
         reached = kernel.touched(handed, self.partitions, self.ticket)
         segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
-        batch = Batch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
+        batch = JournalBatch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
         self.facts_pending = False
         self.ticket += 1
+        self.writing_since = time.perf_counter()
         if self._writer is not None and not self.closed:
             self._writer.start(batch)
-        # Memory is now exactly what it is after this batch: the moment at which a partition can be rewritten.
-        self.rewriter.after_batch(batch.ticket)
+        # Memory is now the state after this batch, so a compaction can begin.
+        self.compactor.after_batch(batch.ticket)
         if self.settings.durability is Durability.MEMORY:
-            self._reach(batch)
+            self.releases.note(batch.reached)
             self.acknowledged = batch.ticket
-            self._publish(Commit(batch.ticket, batch.streamed))
+            self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
             self._resolve()
         if not self._is_writing:
             self._settle(write(self.journal, batch))
 
     def in_loop(self, step: Callable[..., None], *facts: object) -> None:
-        """Go on in the loop's thread, unless it has ended."""
+        """Call `step` in the loop's thread, unless the loop has ended."""
         if self._writer is not None:
             self._writer.in_loop(step, *facts)
 
     def _collect(self) -> None:
-        """In the loop's thread: what the writer has done."""
+        """In the loop's thread: process the outcome of the writer."""
         outcome = None if self._writer is None else self._writer.finish()
         if outcome is not None:
             self._settle(outcome)
 
-    def _settle(self, outcome: Outcome) -> None:
-        """A batch counts from here on, or never."""
+    def _settle(self, outcome: BatchOutcome) -> None:
+        """Acknowledge or discard a batch that was written."""
         batch = outcome.batch
+        self.on_written(batch.ticket)
         if outcome.error is not None:
             self._fail(batch, outcome.error)
             return
@@ -301,30 +325,21 @@ class Bucket:
         self.acknowledged = max(self.acknowledged, self.done)
         on_disk = self.settings.durability is Durability.DISK
         if on_disk:
-            self._reach(batch)
+            self.releases.note(batch.reached)
         self._unweighed += outcome.size
         if self.settings.memory_quota is not None and outcome.file is not None:
             self._move_out(batch, outcome.file, outcome.offset)
         if self._unweighed > max(MIB // 4, self.live // 16):
             self.weigh()
-        self.rewriter.written(outcome.size)
+        self.compactor.written(outcome.size)
+        self.rollbacks.written()
         if len(self.pending) >= WORTH_A_BATCH and self._loop is not None and not self.closed:
-            self._hand_over()  # before anybody hears of this batch: the disk goes on meanwhile
+            self._hand_over()  # before subscribers get this batch, so that the disk is not idle
         if on_disk:
-            self._publish(Commit(batch.ticket, batch.streamed))
+            self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
         self._resolve()
         if self.pending:
             self.kick()
-
-    def _reach(self, batch: Batch) -> None:
-        # No rollback can have come between: it waits for the batch that is being written.
-        if kernel.reach(batch.reached) > FAST_SEQNOS:
-            for store in self.partitions:
-                self.served(store)
-
-    def _publish(self, commit: Commit) -> None:
-        for listener in tuple(self._subscribers):
-            listener(commit)
 
     def _resolve(self) -> None:
         while self._waiting and (self.failed is not None or self._waiting[0][0] <= self.acknowledged):
@@ -340,30 +355,33 @@ class Bucket:
     # ── When the disk refuses ─────────────────────────────────────────────────────────────────────
 
     def writable(self) -> None:
-        """Refuse a write when the disk has refused one."""
+        """Raise the error of the write that failed, if any."""
         if self.failed is not None:
             raise self.failed
 
-    def _fail(self, batch: Batch, error: OSError) -> None:
+    def _fail(self, batch: JournalBatch, error: OSError) -> None:
         rest, self.pending = self.pending, []
         self.only_read(error)
-        self.rewriter.cancel()
+        self.compactor.cancel()
         if self.settings.durability is Durability.MEMORY:
-            # Memory is the truth there, and what is in it counts; a restart will admit what the disk lacks.
+            # Memory is authoritative in this mode; the next opening begins branches for what is not on disk.
             if rest:
                 self.acknowledged = self.ticket
-                self._publish(Commit(self.ticket, records.changes_only(rest)))
+                reached = kernel.touched(rest, self.partitions, self.ticket)
+                self.releases.note(reached)
+                self.releases.publish(Commit(self.ticket, records.changes_only(rest)), reached)
         else:
             touched = records.partitions_in([*batch.records, *rest])
             self.recovery.read_again([self.partitions[number] for number in touched])
-            self._publish(Commit(batch.ticket, batch.streamed, self.failed))
+            self.releases.publish(Commit(batch.ticket, batch.streamed, self.failed), [])
             if rest:
-                self._publish(Commit(self.ticket, records.changes_only(rest), self.failed))
+                self.releases.publish(Commit(self.ticket, records.changes_only(rest), self.failed), [])
         self.ticket += bool(rest)
+        self.rollbacks.written()
         self._resolve()
 
     def go_on(self) -> None:
-        """The journal takes batches again, and the numbers of those that failed are used up."""
+        """The journal accepts batches again; the numbers of failed batches are not reused."""
         if self.closed:
             return
         assert self.failed is not None
@@ -374,33 +392,48 @@ class Bucket:
         self.failed = None
         for store in self.partitions:
             self.served(store)
-        self.rewriter.try_again()
-        log.warning("bucket %s: there is room again, and writes are taken", self.name)
+        self.compactor.try_again()
+        log.warning("bucket %s: space is free again; writes are accepted", self.name)
 
     # ── Partitions ────────────────────────────────────────────────────────────────────────────────
+
+    def apply(
+        self,
+        data: bytes,
+        at: int,
+        tables: Sequence[PartitionStore | None],
+        inside: bytearray,
+        ends: bytearray,
+    ) -> int:
+        """Apply packets of replica streams to these partitions; returns where `kernel.apply` stopped."""
+        self.writable()
+        at, changes, cas, facts, expiring = kernel.apply(data, at, tables, inside, self.pending, ends)
+        if changes:
+            self.clock.saw(cas)
+            self.facts_pending |= facts
+            for record in expiring:
+                expiration = records.tail_of(record)[1]
+                self.expiry.add(expiration, records.partition_of_record(record), records.key_of(record))
+            self.applied += changes
+            self.kick()
+        return at
 
     def served(self, store: PartitionStore) -> None:
         """Keep `table` in step with a partition's state."""
         able = self.failed is None and not store.unreadable
-        fast = able and store.state is State.ACTIVE and store.high < FAST_SEQNOS
+        fast = able and store.takes_changes and store.high < FAST_SEQNOS
         self.table[store.id] = store if fast else None
 
-    def roll_back(self, store: PartitionStore, to: Seqno, *, fresh: BranchId | None) -> Seqno:
-        """See `PartitionStore.rollback`."""
-        self.writable()
-        self.commit()
-        return self.rewriter.roll_back(store, to, fresh=fresh or opening.fresh_branch())
-
     def compact(self, partitions: list[PartitionStore] | None = None) -> None:
-        """Rewrite these partitions (by default: all), now, and let the journal forget what it can."""
+        """Rewrite these partitions (by default: all) now, and delete segments that are not needed."""
         self.writable()
         self.commit()
-        self.rewriter.compact_now(self.partitions if partitions is None else partitions)
+        self.compactor.compact_now(self.partitions if partitions is None else partitions)
 
     # ── Sweeping and weighing ─────────────────────────────────────────────────────────────────────
 
     def sweep(self, limit: int = 1000) -> int:
-        """Delete up to `limit` items whose time has come; returns how many."""
+        """Delete up to `limit` expired items; returns their number."""
         if self.failed is not None:
             return 0
         swept, trouble = 0, None
@@ -408,17 +441,17 @@ class Bucket:
             try:
                 swept += self.partitions[number].expire(key)
             except UpperError as error:
-                trouble = error  # of this item: the others are swept all the same
+                trouble = error  # of this item: the others are expired all the same
         if trouble is not None:
-            log.error("bucket %s: some items that expired stay: %s", self.name, trouble)
+            log.error("bucket %s: some expired items could not be deleted: %s", self.name, trouble)
         return swept
 
     def weigh(self) -> None:
-        """Take stock of what the partitions hold, in memory and in all."""
+        """Compute the size of the partitions, in memory and in total."""
         self._unweighed = 0
         self.live = sum(store.size for store in self.partitions)
         self.held = sum(store.held for store in self.partitions)
-        self.rewriter.weigh()
+        self.compactor.weigh()
 
     def _tick(self) -> None:
         if self.closed or self._loop is None:
@@ -427,12 +460,12 @@ class Bucket:
             self.recovery.tick(self._writer)
         swept = self.sweep()
         self.weigh()
-        self.rewriter.tick()
+        self.compactor.tick()
         pause = self.settings.sweep_every if swept < 1000 else 0.01
         self._timer = self._loop.call_later(pause, self._tick)
 
-    def _move_out(self, batch: Batch, file: File, offset: int) -> None:
-        """Past the quota, what was just written stays on disk alone."""
+    def _move_out(self, batch: JournalBatch, file: File, offset: int) -> None:
+        """Past the quota, evict the values that were just written."""
         assert self.settings.memory_quota is not None
         over = self.held + self._unweighed - self.settings.memory_quota
         if over <= 0:
@@ -440,12 +473,11 @@ class Bucket:
         at = offset
         for record in batch.records:
             size = len(record)
-            if record[1] == records.MUTATION and at <= MAX_OFFSET:
+            if record[AT_OPCODE] == records.MUTATION and at <= MAX_OFFSET:
                 store = self.partitions[records.partition_of_record(record)]
-                key = records.key_of(record)
-                # A partition on its way into a file keeps its entries: the job has to find them again.
-                if not store.compacting and store.items.get(key) is record:
-                    store.items[key] = location(records.seqno_of(record), file.slot, at, size)
-                    store.evicted += size
+                seqno = records.seqno_of(record)
+                place = location(seqno, file.slot, at, size)
+                # A partition that is being compacted keeps its entries: the job compares them later.
+                if not store.compacting and store.items.move_out(records.key_of(record), seqno, place):
                     self._unweighed -= size
             at += size

@@ -1,23 +1,36 @@
-"""The clock that gives out CAS values: strictly increasing, and milliseconds can be read from them.
+"""The clock of CAS values: strictly increasing, and convertible to wall time.
 
 A hybrid clock: the wall clock's nanoseconds with the lowest 16 bits cleared, or one more than the last
 value, whichever is higher. So it never goes back, however the wall clock is set; a bucket that is opened
 again goes on from the highest value it ever gave out.
+
+Values that were made elsewhere move the clock as well, but at most a day past the wall clock: ages are
+computed from CAS values, and one value from the far future would make later deletions too young to purge.
+
+Locks have a clock of their own that follows the wall clock forward and never back: a lock lasts for the
+seconds that were requested, also when the wall clock is set back meanwhile. Expirations are points in wall
+time and follow it both ways.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 _COARSE = ~0xFFFF
+SECOND = 10**9  # nanoseconds
+DAY = 86_400 * SECOND
 
 
-class Clock:
-    __slots__ = ("_time_ns", "last")
+class HybridClock:
+    __slots__ = ("_locks_at", "_measured_at", "_monotonic_ns", "_time_ns", "last")
 
-    def __init__(self, time_ns: Callable[[], int]) -> None:
-        self._time_ns = time_ns
+    def __init__(
+        self, time_ns: Callable[[], int], monotonic_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        self._time_ns, self._monotonic_ns = time_ns, monotonic_ns
         self.last = 0
+        self._locks_at, self._measured_at = time_ns(), monotonic_ns()
 
     def move(self) -> None:
         """Bring `last` up to now: once per turn is enough, and `kernel.run` counts on from there."""
@@ -31,10 +44,21 @@ class Clock:
         return last
 
     def saw(self, cas: int) -> None:
-        """Never give out what was seen elsewhere already."""
-        if self.last < cas < 1 << 63:
-            self.last = cas
+        """Never give out what was seen elsewhere already, unless it is further ahead than `latest`."""
+        if self.last < cas:
+            self.last = max(self.last, min(cas, self.latest()))
+
+    def latest(self) -> int:
+        """The highest CAS that is taken from elsewhere."""
+        return self._time_ns() + DAY
 
     def seconds(self) -> int:
-        """The wall clock, as expirations and locks count it."""
-        return self._time_ns() // 1_000_000_000
+        """The wall clock, as expirations count it."""
+        return self._time_ns() // SECOND
+
+    def lock_seconds(self) -> int:
+        """The time by which locks end: the wall clock, but never less than has passed since."""
+        now = self._monotonic_ns()
+        passed, self._measured_at = now - self._measured_at, now
+        self._locks_at = max(self._time_ns(), self._locks_at + passed)
+        return self._locks_at // SECOND

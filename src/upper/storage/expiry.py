@@ -1,8 +1,8 @@
-"""When items expire: seconds that hold keys, so that a sweep costs what expires and not what exists.
+"""An index of keys by the second at which they expire, so that a sweep visits only those that do.
 
-A key stands under one second at most, the earliest that was said of it: however often an item is touched,
-it costs one entry. When that second comes the partition looks, and a key whose item lives longer by then is
-put back under the second that holds now.
+A key is listed under one second at most, the earliest expiration that it had, so an item that is touched
+often has one entry. When that second comes and the item lives longer, the key is listed under its present
+expiration.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Expiry:
     def __init__(self) -> None:
         self._seconds: list[int] = []  # a heap
         self._places: dict[int, list[Place]] = {}  # by second; some may have moved to an earlier one
-        self._second: dict[Place, int] = {}  # where each key really stands
+        self._second: dict[Place, int] = {}  # the second of each key
 
     def add(self, second: int, partition: int, key: bytes) -> None:
         place = (partition, key)
@@ -30,7 +30,7 @@ class Expiry:
         places.append(place)
 
     def due(self, now: int, limit: int) -> list[Place]:
-        """Up to `limit` keys whose second has come; they are taken out."""
+        """Remove and return up to `limit` keys whose second has come."""
         found: list[Place] = []
         while self._seconds and self._seconds[0] <= now and len(found) < limit:
             second = self._seconds[0]

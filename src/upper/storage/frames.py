@@ -1,4 +1,4 @@
-"""Frames: how records lie in files. The journal's segments and the partitions' files share this.
+"""Frames: the format of journal segments and partition files.
 
 A file begins with 48 bytes: magic (8), format version u32, sections u32 (journal: 0), bucket
 uuid u64, file number u64, batch u64 (a segment: the number of its first batch; a partition's file: the
@@ -6,10 +6,10 @@ last batch whose changes it holds), CRC u32 of the 40 bytes before, and four byt
 
 Frames follow. A frame is 32 bytes, magic u32, CRC u32 of everything after the CRC, number u64, payload
 length u64, clock u64 (the last CAS given out), and then the payload: whole packets. In the journal a
-frame is a batch: written by one call, numbered without gaps across segments, there as a whole or not at all.
+frame is a batch: written by one call, numbered without gaps across segments, valid as a whole or not at all.
 
-What a crash may leave behind: at the end of the last segment, bytes that are not a whole frame. Nobody
-was told about them, and opening cuts them off. Anywhere else, bytes that are not a frame are damage.
+A crash may leave an incomplete frame at the end of the last segment. It was never acknowledged, and opening
+truncates it. Anywhere else, bytes that are not a frame are damage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FileHeader(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One whole frame: where its payload lies in the file's bytes."""
+    """One complete frame, with the offsets of its payload."""
 
     at: int
     number: int
@@ -56,7 +56,7 @@ class Ending(Enum):
 
     WHOLE = "whole"  # the last frame ends where the file does
     SHORT = "short"  # the file ends inside a frame: a write that was never finished
-    BROKEN = "broken"  # a frame is all there and its checksum is wrong, or no frame begins there
+    BROKEN = "broken"  # a complete frame has a wrong checksum, or no frame begins there
 
 
 def file_header(magic: bytes, header: FileHeader) -> bytes:
@@ -75,13 +75,13 @@ def read_file_header(data: bytes, magic: bytes, path: Path) -> FileHeader:
         raise Corrupt(f"the header of {path} contradicts its checksum; run `upper check` on the directory")
     if version != FORMAT:
         raise WrongVersion(
-            f"{path} has format {version} and this version knows {FORMAT}; use the version that wrote it"
+            f"{path} has format {version} and this version reads {FORMAT}; use the version that wrote it"
         )
     return FileHeader(sections, uuid, number, batch)
 
 
 def frame_head(number: int, clock: int, payload: bytes) -> bytes:
-    """What stands before the payload."""
+    """The header of a frame."""
     tail = _FRAME_TAIL.pack(number, len(payload), clock)
     crc = crc32(payload, crc32(tail))
     return b"".join((FRAME_MAGIC, crc.to_bytes(4, "big"), tail))
@@ -92,11 +92,11 @@ def frame(number: int, clock: int, payload: bytes) -> bytes:
 
 
 def open_frame(number: int, clock: int) -> bytes:
-    """What stands before a payload, but for its length and the CRC: the kernel's writer fills them in."""
+    """The header of a frame without length and CRC, which the kernel's writer fills in."""
     return _FRAME.pack(FRAME_MAGIC, 0, number, 0, clock)
 
 
-class Frames:
+class FrameReader:
     """The whole frames of a file's bytes, in order; then `ending` and `at` say how and where they end."""
 
     def __init__(self, data: bytes, start: int = FILE_HEADER) -> None:
@@ -122,7 +122,7 @@ class Frames:
             return Ending.SHORT if whole else Ending.BROKEN
         magic, crc, number, length, clock = _FRAME.unpack_from(self._data, at)
         if magic != FRAME_MAGIC:
-            # A file may have been made longer before its bytes arrived: zeros to its end are a torn write.
+            # The system may extend a file before its bytes are written: zeros to its end are a torn write.
             return Ending.BROKEN if any(self._view[at : at + 4096]) or any(self._view[at:]) else Ending.SHORT
         start = at + FRAME_HEADER
         if length > size - start:
@@ -132,10 +132,10 @@ class Frames:
         return Frame(at, number, clock, start, start + length)
 
     def resumes_after(self) -> int | None:
-        """Where a whole frame begins again behind the place where reading stopped, if anywhere."""
+        """The offset of the next complete frame after the place where reading stopped, if any."""
         at = self._data.find(FRAME_MAGIC, self.at + 1)
         while at >= 0:
-            rest = Frames(self._data, at)
+            rest = FrameReader(self._data, at)
             if isinstance(rest._next(len(self._data)), Frame):
                 return at
             at = self._data.find(FRAME_MAGIC, at + 1)

@@ -1,15 +1,14 @@
 """The journal: segments of frames, written by one call and one fdatasync a batch.
 
-Each segment, `journal/NNNNNNNN.log`, opens with a header that says which batch is its first; batches are
-numbered without gaps across segments, so a segment or a batch that is missing is noticed. Once a segment
-has grown to `segment_size` the next batch opens a new one, and a frame without a payload closes the old
-one: a journal that ends with such a frame has lost its last segment. Segments are deleted, oldest
+Each segment, `journal/NNNNNNNN.log`, begins with a header that has the number of its first batch; batches are
+numbered without gaps across segments, so a missing segment or batch is detected. Once a segment has
+`segment_size` bytes the next batch opens a new one, and an empty frame closes the old one: a journal that
+ends with such a frame has lost its last segment. Segments are deleted, oldest
 first, when no partition needs anything in them any more.
 
-A batch is on disk when `append` returns. When it raises, nobody may take the batch for written: not even
-after a later fdatasync that works, since the system may have dropped the pages. That segment then takes
-nothing more, and the journal nothing before `resume`. Whoever calls `append` is the only one who does: no
-lock is needed.
+A batch is on disk when `append` returns. When it raises, the batch is not written, even if a later fdatasync
+succeeds, because the system may have dropped the pages. That segment then accepts no further batches, and
+the journal none before `resume`. Only one thread at a time calls `append`, so there is no lock.
 """
 
 from __future__ import annotations
@@ -72,11 +71,11 @@ class Journal:
         return self._appended(number, len(data))
 
     def is_full(self, segment_size: int) -> bool:
-        """Has a file to be opened before the next batch? Then `append` does it."""
+        """Whether the next batch needs a new segment, which `append` opens."""
         return self._fd < 0 or not self.segments or self.segments[-1].file.size >= segment_size
 
     def start(self, writer: kernel.Writer, number: int, clock: int, batch: list[bytes]) -> None:
-        """What `append` does with a segment that is not full, by a thread that goes on alone."""
+        """The same as `append` to a segment that is not full, in the kernel's thread."""
         self._under_way = writer.begin(self._fd, open_frame(number, clock), batch)
 
     def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int]:
@@ -93,13 +92,13 @@ class Journal:
         return at + FRAME_HEADER
 
     def give_up(self) -> None:
-        """After an append that failed: take off what it may have left, as far as the disk lets us."""
+        """After an append that failed: truncate its bytes, if the disk allows it."""
         if self._fd < 0 or not self.segments:
             return
         try:
             self.files.disk.truncate(self._fd, self.segments[-1].file.size)
         except OSError:
-            pass  # what is left is a torn tail; opening cuts it off
+            pass  # the rest is an incomplete frame; opening truncates it
 
     @property
     def good(self) -> int:
@@ -107,12 +106,12 @@ class Journal:
         return self.segments[-1].last
 
     def resume(self) -> None:
-        """After a failure that has passed: cut off what it left, and go on in a new segment."""
+        """Continue after a temporary failure: truncate, and open a new segment."""
         disk, last = self.files.disk, self.segments[-1].file
         if self._fd < 0:
             self._fd = disk.open(last.path, os.O_WRONLY | os.O_APPEND)
         disk.truncate(self._fd, last.size)
-        disk.fdatasync(self._fd)  # of the cut, not of the batch: that one is gone
+        disk.fdatasync(self._fd)  # an error of the truncation; the batch is discarded in any case
         self._open_next(self.good + 1)
 
     def forget(self, before: int) -> int:
@@ -133,7 +132,7 @@ class Journal:
         self.begin(number, first)
 
     def begin(self, number: int, first: int) -> None:
-        """Go on in a new segment of this number, whose first batch will be `first`."""
+        """Continue in a new segment of this number, whose first batch will be `first`."""
         disk = self.files.disk
         path = segment_path(self.directory, number)
         fd = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
@@ -153,7 +152,7 @@ class Journal:
         )
 
     def _close_last(self, first: int) -> None:
-        """Say at the end of the present segment that another follows, which exists by now."""
+        """Close the present segment with an empty frame; the next one exists."""
         if not self.segments:
             return
         disk, last = self.files.disk, self.segments[-1].file

@@ -1,10 +1,10 @@
 """From disk to memory: partition files first, then the journal's batches that they do not hold yet.
 
-A partition's file says up to which batch it holds everything; batches up to there pass by that
-partition. So a file may be older or newer than any other, and a crash between two of them is no case.
+A partition's file says up to which batch it holds everything; batches up to there are skipped for that
+partition. So a file may be older or newer than any other, and a crash between two of them needs no handling.
 
-Damage is handed to `problem`, which either raises (opening) or notes it and lets reading go on (checking
-and repairing). What is merely torn, the end of the last segment, is not damage: it is reported in `Tail`.
+Damage is passed to `problem`, which either raises (opening) or records it and lets reading go on (checking
+and repairing). A torn end of the last segment is not damage: it is reported in `JournalTail`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from pathlib import Path
 
 from upper import kernel
 from upper.errors import Corrupt, ProtocolError
+from upper.record.layout import AT_OPCODE, AT_PARTITION, U16
+from upper.record.location import MAX_OFFSET, location
 from upper.storage import records
 from upper.storage.expiry import Expiry
-from upper.storage.files import MAX_OFFSET, File, Files, length_at, location
+from upper.storage.files import File, Files
 from upper.storage.frames import (
     FILE_HEADER,
     FRAME_HEADER,
@@ -28,21 +30,21 @@ from upper.storage.frames import (
     PARTITION_MAGIC,
     Ending,
     FileHeader,
-    Frames,
+    FrameReader,
     read_file_header,
 )
 from upper.storage.journal import Segment
-from upper.storage.marks import CHECK, Floor, Mark
+from upper.storage.metadata import CHECK, JournalStart, ShutdownState
 from upper.storage.partition import PartitionStore
-from upper.storage.settings import ENTRY, MIB
+from upper.storage.settings import MIB
 
 _SEGMENT = re.compile(r"(\d{8,})\.log")
 _PACK = re.compile(r"(\d{8,})\.part")
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Something that is not as it should be: where, and what."""
+class Damage:
+    """A fault: where, and what."""
 
     where: str
     what: str
@@ -51,13 +53,13 @@ class Finding:
         return f"{self.where}: {self.what}"
 
 
-Problem = Callable[[Finding], None]
-Advance = Callable[[int], None]  # so many bytes more were read
+Problem = Callable[[Damage], None]
+Advance = Callable[[int], None]  # called with the number of bytes read
 
 
-def refuse(finding: Finding) -> None:
+def refuse(damage: Damage) -> None:
     """What opening does with damage."""
-    raise Corrupt(f"{finding}; {CHECK}")
+    raise Corrupt(f"{damage}; {CHECK}")
 
 
 # ── Files of the two kinds ────────────────────────────────────────────────────────────────────────
@@ -69,7 +71,7 @@ def segment_paths(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _split(paths: list[tuple[int, Path]], floor: int) -> tuple[list[Path], list[tuple[int, Path]]]:
-    """Segments that nobody needs, and the others: those from the one on that has the batch `floor`.
+    """Segments that are not needed, and the others: those from the one on that has the batch `floor`.
 
     Deleting the former is not synced, so after a power cut any of them may be there again.
     """
@@ -92,35 +94,35 @@ def partition_path(directory: Path, number: int) -> Path:
 
 
 @dataclass(slots=True)
-class Tail:
+class JournalTail:
     """How the journal ended, and what was cut off its end in memory (`cut`: bytes; not yet on disk)."""
 
     last: int = 0  # number of the last whole batch
     cut: int = 0
     doubtful: bool = False  # what was cut may have been acknowledged
     torn: list[tuple[File, int]] = field(default_factory=list)  # to be truncated to this size
-    drop: list[Path] = field(default_factory=list)  # segments that nobody needs, or without a header
+    drop: list[Path] = field(default_factory=list)  # segments that are not needed, or without a header
 
 
-def last_known(loader: Loader, floor: Floor) -> int:
+def last_known(loader: DirectoryLoader, floor: JournalStart) -> int:
     """The newest batch that files other than the journal speak of."""
     return max([floor.first - 1, *loader.covered.values()])
 
 
-def ending(tail: Tail, mark: Mark | None, *, known: int) -> Iterator[Finding]:
+def ending(tail: JournalTail, mark: ShutdownState | None, *, known: int) -> Iterator[Damage]:
     """Does the journal end where it should?"""
     if mark is None and tail.last > 1:
         # Making a bucket writes the first batch and then the mark: from the second batch on there is one.
-        yield Finding("state.json", "it is missing, so nobody knows how the bucket was left")
+        yield Damage("state.json", "it is missing, so it is unknown how the bucket was closed")
     if mark is not None and not tail.last:
-        yield Finding("journal", "it is gone")
+        yield Damage("journal", "it is gone")
     elif known > tail.last:
-        yield Finding("journal", f"it ends with batch {tail.last}, but there was a batch {known}")
+        yield Damage("journal", f"it ends with batch {tail.last}, but there was a batch {known}")
     elif mark is not None and mark.batch is not None and mark.batch != tail.last:
-        yield Finding("journal", f"it ends with batch {tail.last}; closing left it at {mark.batch}")
+        yield Damage("journal", f"it ends with batch {tail.last}; closing left it at {mark.batch}")
 
 
-class Loader:
+class DirectoryLoader:
     """Reads partitions of a bucket into stores that were made for them."""
 
     def __init__(
@@ -133,24 +135,25 @@ class Loader:
         stores: Iterable[PartitionStore],
         expiry: Expiry | None = None,
         quota: int | None = None,
+        claims: bool = True,
         problem: Problem = refuse,
         advance: Advance = lambda size: None,
     ) -> None:
         self._directory, self._files, self._uuid = directory, files, uuid
         self._problem, self._advance = problem, advance
         self._quota = quota
+        self._claims = claims  # the stores are the bucket's own, not copies that will be let go of
         self._held = 0  # bytes put into memory so far, about
         self.stores = {int(store.id): store for store in stores}
         self.expiry = expiry
         self.covered: dict[int, int] = {}  # the batch up to which a file holds a partition
         self.clock = 0
         self.wounded: set[int] = set()  # partitions of which something is missing
-        self._entries = 0  # as last counted
-        self._uncounted = self._unmeasured = 0  # bytes read since
+        self._uncounted = 0  # bytes read since memory was last counted
         self._before = array("Q", bytes(8 * partitions))
         self._segment = 1  # first batch of the segment being read
-        self._scratch: kernel.Items = {}
-        self._tables: list[kernel.Items] = [self._scratch] * partitions
+        self._scratch = kernel.RecordMap()
+        self._tables = [self._scratch] * partitions
         self._highs = array("Q", bytes(8 * partitions))
         self._awake: dict[int, PartitionStore] = {}
         self._asleep: list[tuple[int, int]] = []
@@ -165,13 +168,13 @@ class Loader:
             if header[1:3] != (self._uuid, file.number):
                 raise Corrupt("its header belongs to another bucket or file")
         except Corrupt as error:
-            self._problem(Finding(where, str(error)))
+            self._problem(Damage(where, str(error)))
             return
         store: PartitionStore | None = None
-        facts: records.Facts | None = None
+        facts: records.PartitionCounts | None = None
         sections = 0
         for at, payload in self._file_frames(file, where):
-            if payload[1] == records.FACTS:
+            if payload[AT_OPCODE] == records.FACTS:
                 self._check_counts(store, facts, where)
                 store = self._section(payload, header.batch, file)
                 facts = None if store is None else self._head(store, payload)
@@ -180,16 +183,16 @@ class Loader:
                 self._apply(payload, 0, len(payload), file, at)
         self._check_counts(store, facts, where)
         if sections != header.sections:
-            self._problem(Finding(where, f"it holds {sections} partitions and should hold {header.sections}"))
+            self._problem(Damage(where, f"it holds {sections} partitions and should hold {header.sections}"))
 
     def _section(self, payload: bytes, batch: int, file: File) -> PartitionStore | None:
         """The partition whose section begins here, if it is wanted from this file."""
-        store = self.stores.get(payload[6] << 8 | payload[7])
+        store = self.stores.get(records.partition_of_record(payload))
         if store is None or store.id in self.covered or store.file not in (None, file):
             return None
         self.covered[store.id] = batch
         store.file = file
-        file.holders += 1
+        file.holders += self._claims
         self._wake(store)
         return store
 
@@ -200,10 +203,10 @@ class Loader:
             size = file.read(at, FRAME_HEADER)
             length = int.from_bytes(size[16:24], "big") if len(size) == FRAME_HEADER else 0
             data = file.read(at, FRAME_HEADER + min(length, file.size - at))
-            frames = Frames(data, 0)
+            frames = FrameReader(data, 0)
             found = next(iter(frames), None)
             if found is None or found.number != number:
-                self._problem(Finding(where, f"the frame at byte {at} is damaged"))
+                self._problem(Damage(where, f"the frame at byte {at} is damaged"))
                 return
             self.clock = max(self.clock, found.clock)
             yield at + FRAME_HEADER, data[found.start : found.end]
@@ -211,25 +214,27 @@ class Loader:
             at += found.end
             number += 1
 
-    def _head(self, store: PartitionStore, payload: bytes) -> records.Facts:
-        facts = records.Facts(0, 0, 0, 0, 0, 0)
+    def _head(self, store: PartitionStore, payload: bytes) -> records.PartitionCounts:
+        facts = records.PartitionCounts(0, 0, 0, 0, 0, 0)
         at = 0
         while at < len(payload):
             end = records.packet_end(payload, at)
             packet = payload[at:end]
-            if packet[1] == records.FACTS:
+            if packet[AT_OPCODE] == records.FACTS:
                 facts = records.facts_in(packet)
             store.recall(packet)
             at = end
         store._complete = facts.complete
         return facts
 
-    def _check_counts(self, store: PartitionStore | None, facts: records.Facts | None, where: str) -> None:
+    def _check_counts(
+        self, store: PartitionStore | None, facts: records.PartitionCounts | None, where: str
+    ) -> None:
         if store is None or facts is None:
             return
         if len(store.items) != facts.entries:
             found = f"{len(store.items)} entries of partition {store.id}"
-            self._problem(Finding(where, f"it holds {found} and should hold {facts.entries}"))
+            self._problem(Damage(where, f"it holds {found} and should hold {facts.entries}"))
             self.wounded.add(store.id)
         self._highs[store.id] = facts.high
 
@@ -237,7 +242,7 @@ class Loader:
 
     def load_journal(
         self, floor: int = 1, *, known: Sequence[Segment] | None = None, until: int | None = None
-    ) -> tuple[list[Segment], Tail]:
+    ) -> tuple[list[Segment], JournalTail]:
         """Every batch (up to `until`) in order. `floor`: the first batch that may not be missing.
 
         `known`: the segments of a journal that is open, of which only what is known to be written is read.
@@ -247,7 +252,7 @@ class Loader:
         for number in range(len(self._tables)):
             self._tables[number] = self._scratch
         segments: list[Segment] = []
-        tail = Tail()
+        tail = JournalTail()
         paths: list[tuple[int, Path, File | None]]
         if known is None:
             tail.drop, needed = _split(segment_paths(self._directory), floor)
@@ -266,7 +271,7 @@ class Loader:
             try:
                 header = read_file_header(data, JOURNAL_MAGIC, path)
             except Corrupt as error:
-                self._problem(Finding(path.name, str(error)))
+                self._problem(Damage(path.name, str(error)))
                 break
             if not self._belongs(header, number, path, expected, floor):
                 break
@@ -284,27 +289,25 @@ class Loader:
 
     def _belongs(self, header: FileHeader, number: int, path: Path, expected: int | None, floor: int) -> bool:
         if header.uuid != self._uuid or header.number != number:
-            self._problem(Finding(path.name, "its header belongs to another bucket or file"))
+            self._problem(Damage(path.name, "its header belongs to another bucket or file"))
             return False
         if expected is None and header.batch > floor:
             self._problem(
-                Finding(
-                    path.name, f"it begins with batch {header.batch}; batches from {floor} on are missing"
-                )
+                Damage(path.name, f"it begins with batch {header.batch}; batches from {floor} on are missing")
             )
         if expected is not None and header.batch != expected:
             self._problem(
-                Finding(path.name, f"it begins with batch {header.batch} where {expected} should follow")
+                Damage(path.name, f"it begins with batch {header.batch} where {expected} should follow")
             )
             return False
         return True
 
     def _load_segment(
-        self, segment: Segment, data: bytes, tail: Tail, *, is_last: bool, until: int | None
+        self, segment: Segment, data: bytes, tail: JournalTail, *, is_last: bool, until: int | None
     ) -> bool:
         """False when nothing after this segment may be read."""
         where, file = segment.file.path.name, segment.file
-        frames = Frames(data)
+        frames = FrameReader(data)
         self._before = array("Q", self._highs)
         self._segment = segment.first
         closed = False
@@ -314,7 +317,7 @@ class Loader:
                 continue
             if found.number != segment.last + 1:
                 self._problem(
-                    Finding(where, f"batch {found.number} stands where {segment.last + 1} should follow")
+                    Damage(where, f"batch {found.number} stands where {segment.last + 1} should follow")
                 )
                 return False
             if until is not None and found.number > until:
@@ -324,22 +327,24 @@ class Loader:
             try:
                 self._apply(data, found.start, found.end, file, 0)
             except (ProtocolError, ValueError, KeyError, IndexError) as error:
-                self._problem(Finding(where, f"batch {found.number} holds what is no packet ({error})"))
+                self._problem(Damage(where, f"batch {found.number} holds what is no packet ({error})"))
                 return False
             segment.last = found.number
         self._note_touched(segment)
         if closed and is_last and frames.ending is Ending.WHOLE:
-            self._problem(Finding(where, "it says that another segment follows, and there is none"))
+            self._problem(Damage(where, "it says that another segment follows, and there is none"))
         if frames.ending is Ending.WHOLE:
             return True
         return self._torn(segment, frames, tail, len(data), is_last=is_last)
 
-    def _torn(self, segment: Segment, frames: Frames, tail: Tail, size: int, *, is_last: bool) -> bool:
+    def _torn(
+        self, segment: Segment, frames: FrameReader, tail: JournalTail, size: int, *, is_last: bool
+    ) -> bool:
         where, left = segment.file.path.name, size - frames.at
         # Between two segments only the frame that closes the first can be torn: it carries nothing.
         harmless = not is_last and frames.ending is Ending.SHORT and left <= FRAME_HEADER
         if not harmless and (not is_last or frames.resumes_after() is not None):
-            self._problem(Finding(where, f"batch {segment.last + 1} at byte {frames.at} is damaged"))
+            self._problem(Damage(where, f"batch {segment.last + 1} at byte {frames.at} is damaged"))
             return False
         tail.torn.append((segment.file, frames.at))
         segment.file.size = frames.at
@@ -367,7 +372,7 @@ class Loader:
             if at >= end:
                 break
             past = records.packet_end(data, at)
-            number = data[at + 6] << 8 | data[at + 7]
+            number = U16.unpack_from(data, at + AT_PARTITION)[0]
             if (store := self._awake.get(number)) is not None:
                 store.high = self._highs[number]
                 store.recall(data[at:past])
@@ -383,16 +388,8 @@ class Loader:
         size = end - start
         self._held += size
         self._uncounted += size
-        self._unmeasured += size
         if self._uncounted > min(quota // 16, MIB // 4):
-            # A record may be small against what its entry takes: count the entries as they come.
-            entries = sum(len(store.items) for store in self.stores.values())
-            self._held += ENTRY * (entries - self._entries)
-            self._entries, self._uncounted = entries, 0
-        if self._held > quota and self._unmeasured > quota // 4:
-            # Overwritten records were counted too: count again what is really there, now and then.
-            there = sum(kernel.measure(store.items)[1] for store in self.stores.values())
-            self._held, self._unmeasured = there + ENTRY * self._entries, 0
+            self._held, self._uncounted = sum(store.held for store in self.stores.values()), 0
         if self._held > quota:
             self._held -= self._move_out(data, start, end, file, base)
 
@@ -401,15 +398,15 @@ class Loader:
         moved, at = 0, start
         while at < end:
             past = records.packet_end(data, at)
-            if data[at + 1] == records.MUTATION and base + past <= MAX_OFFSET:
-                number = data[at + 6] << 8 | data[at + 7]
+            if data[at + AT_OPCODE] == records.MUTATION and base + past <= MAX_OFFSET:
+                number = U16.unpack_from(data, at + AT_PARTITION)[0]
                 if (store := self._awake.get(number)) is not None:
                     record = data[at:past]
-                    key = records.key_of(record)
-                    if store.items.get(key) == record:
-                        store.items[key] = location(records.seqno_of(record), file.slot, base + at, past - at)
+                    key, seqno = records.key_of(record), records.seqno_of(record)
+                    if store.items.move_out(key, seqno, location(seqno, file.slot, base + at, past - at)):
                         moved += past - at
-                        self._expires(store, record)
+                        if expiration := records.tail_of(record)[1]:
+                            self._expires(store, expiration, key)
             at = past
         return moved
 
@@ -423,24 +420,17 @@ class Loader:
         if store.first_batch is None:
             store.first_batch = max(first, self.covered.get(store.id, 0) + 1)
 
-    def _expires(self, store: PartitionStore, record: bytes) -> None:
-        if self.expiry is not None and (expiration := records.tail_of(record)[1]):
-            self.expiry.add(expiration, store.id, records.key_of(record))
+    def _expires(self, store: PartitionStore, expiration: int, key: bytes) -> None:
+        if self.expiry is not None:
+            self.expiry.add(expiration, store.id, key)
 
     # ── Afterwards ────────────────────────────────────────────────────────────────────────────────
 
     def finish(self, last: int = 0) -> None:
-        """Counts, expirations and seqnos of everything that was read; `last` is the journal's last batch."""
+        """Expirations and seqnos of everything that was read; `last` is the journal's last batch."""
         self._wake_until(1 << 64)
         for number, store in self.stores.items():
-            store.high = store.durable = self._highs[number]
+            store.high = store.durable = store.written = self._highs[number]
             store.last_batch = 0 if store.first_batch is None else last
-            store.tombstones, store.size, expiring = kernel.measure(store.items)
-            store.evicted = 0
-            if self._quota is not None:
-                store.evicted = sum(
-                    length_at(entry) for entry in store.items.values() if isinstance(entry, int)
-                )
-                store.size += store.evicted
-            for record in expiring:
-                self._expires(store, record)
+            for expiration, key in store.items.expiring():
+                self._expires(store, expiration, key)

@@ -1,9 +1,12 @@
-"""Opening a directory: who may, what bucket it is, and what its last end means.
+"""Opening a directory: its lock, its identity, and recovery from its last shutdown.
 
-Opening reads everything before it changes anything. Then it deletes leftovers, cuts off a batch that was
-never finished, and marks the directory as in use. Something that was acknowledged may be gone when the
-directory was left in a hurry with durability=memory, when a repair took batches away, and when the last
-batch is all there and wrong: then every active partition begins a new branch before anybody is served.
+Opening reads everything before it changes anything. Then it deletes leftovers, truncates an incomplete
+batch, and marks the directory as in use. Acknowledged changes may be missing after an unclean shutdown
+with durability=memory, after a repair that dropped batches, and where the last batch is complete and its
+checksum is wrong: then every active partition begins a new branch before the bucket is served.
+
+The same holds for a directory that is a copy of another: both would go on from the same seqno with different
+changes. A copy is recognised by its inodes, or declared (`restored`); the branch keeps the histories apart.
 """
 
 from __future__ import annotations
@@ -12,45 +15,69 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError
+from upper.history.partition_state import NEXT, StateCue
 from upper.model.values import ZERO, BranchId, FailoverLog, State, Version
-from upper.storage import load, marks
+from upper.storage import load, metadata
 from upper.storage.disk import Disk
-from upper.storage.load import Loader
-from upper.storage.marks import Identity, Mark
+from upper.storage.load import DirectoryLoader
+from upper.storage.metadata import Identity, ShutdownState
 from upper.storage.settings import Durability
+from upper.storage.state import fresh_branch
 
 if TYPE_CHECKING:
-    from upper.storage.bucket import Bucket
+    from upper.storage.bucket import BucketStore
 
 log = logging.getLogger("upper.storage")
 
+OURS = frozenset(
+    {
+        "lock", "journal", "partitions", "bucket.json.new", "state.json", "journal.json",
+        "node.json", "node.json.new",
+    }
+)  # fmt: skip
+NAME = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_.%-]{0,99}")
 DEFAULT_NAME = "default"
 DEFAULT_PARTITIONS = 1024
-UNKNOWN_BRANCH = BranchId(1)  # what a partition has before anything was read of it
+UNKNOWN_BRANCH = BranchId(1)  # the failover log of a partition before it is read
 
 
-class Opening(NamedTuple):
+class OpeningReport(NamedTuple):
     """What opening the directory found."""
 
     clean: bool  # it was closed in order
     cut: int  # bytes of unfinished batches that were cut off the journal
-    branched: bool  # something that was acknowledged may be gone, so history branched
+    branched: bool  # acknowledged changes may be missing, or this is a copy: active partitions began a branch
     seconds: float
 
 
-def fresh_branch() -> BranchId:
-    """An id for a branch: 48 random bits, so that it survives every JSON number."""
-    return BranchId(secrets.randbits(47) + 2)
+def refuse_foreign(directory: Path, name: str | None, *, restored: bool) -> None:
+    """Reject an invalid name, and a directory with other files, before writing there."""
+    if name is not None and not NAME.fullmatch(name):
+        raise StorageError(
+            f"{name[:100]!r} cannot name a bucket; use up to 100 letters, digits and any of _ - % ."
+        )
+    if (directory / "bucket.json").exists():
+        return
+    if restored:
+        raise StorageError(f"there is no bucket in {directory}; copy the backup there first")
+    if not directory.is_dir():
+        return
+    foreign = sorted(path.name for path in directory.iterdir() if path.name not in OURS)
+    if foreign:
+        raise StorageError(
+            f"{directory} holds other files, such as {foreign[0]!r}, and no bucket; choose an empty directory"
+        )
 
 
 def lock_directory(directory: Path, disk: Disk) -> int:
-    """Make the directory if need be, and keep every other process out of it."""
+    """Create the directory if necessary, and lock it."""
     try:
         for path in reversed([one for one in (directory, *directory.parents) if not one.exists()]):
             path.mkdir(exist_ok=True)
@@ -75,12 +102,19 @@ def lock_directory(directory: Path, disk: Disk) -> int:
     return fd
 
 
-def identify(directory: Path, disk: Disk, *, name: str | None, partitions: int | None) -> Identity:
-    """What bucket this is; a new one of that name and size, if there is none."""
-    identity = marks.read_identity(directory)
+def identify(
+    directory: Path, disk: Disk, *, name: str | None, partitions: int | None, uuid: int | None = None
+) -> Identity:
+    """What bucket this is; a new one of that name and size, if there is none. A cluster gives the uuid."""
+    identity = metadata.read_identity(directory)
     if identity is None:
         size = DEFAULT_PARTITIONS if partitions is None else partitions
-        return _create(directory, disk, DEFAULT_NAME if name is None else name, size)
+        uuid = secrets.randbits(63) + 1 if uuid is None else uuid
+        return _create(directory, disk, Identity(uuid, DEFAULT_NAME if name is None else name, size))
+    if uuid is not None and uuid != identity.uuid:
+        raise StorageError(
+            f"{directory} holds a bucket that does not belong to this cluster; use an empty directory"
+        )
     if name is not None and name != identity.name:
         raise StorageError(
             f"{directory} holds the bucket {identity.name!r}, not {name!r}; "
@@ -94,16 +128,16 @@ def identify(directory: Path, disk: Disk, *, name: str | None, partitions: int |
     return identity
 
 
-def _create(directory: Path, disk: Disk, name: str, partitions: int) -> Identity:
+def _create(directory: Path, disk: Disk, identity: Identity) -> Identity:
+    partitions = identity.partitions
     if partitions < 1 or partitions & (partitions - 1) or partitions > 32768:
         raise StorageError(f"a bucket has a power of two of partitions, at most 32768, not {partitions}")
     if (directory / "journal").exists() and any((directory / "journal").iterdir()):
         raise Corrupt(f"{directory} holds a journal but no bucket.json; restore it or use another directory")
-    identity = Identity(secrets.randbits(63) + 1, name, partitions)
     try:
         (directory / "journal").mkdir(exist_ok=True)
         (directory / "partitions").mkdir(exist_ok=True)
-        marks.write_identity(disk, directory, identity)
+        metadata.write_identity(disk, directory, identity)
     except OSError as error:
         raise NotWritable(
             f"no bucket can be made in {directory} ({error.strerror}); check its disk"
@@ -116,10 +150,11 @@ def not_writable(directory: Path, error: OSError, *, hope: bool) -> NotWritable:
     return NotWritable(f"{directory} cannot be written ({error.strerror or error}); reads go on, and {then}")
 
 
-def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:
-    """Read everything, make the directory be what was read, and admit what may be gone."""
-    mark = marks.read_mark(bucket.directory)
-    loader = Loader(
+def load_bucket(bucket: BucketStore, state: State, began: float, *, restored: bool) -> OpeningReport:
+    """Read all partitions, remove leftovers, and begin branches if changes may be missing."""
+    mark = metadata.read_shutdown(bucket.directory)
+    copied = restored or metadata.is_copy(bucket.disk, bucket.directory, mark)
+    loader = DirectoryLoader(
         bucket.directory,
         bucket.files,
         uuid=bucket.uuid,
@@ -128,7 +163,7 @@ def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:
         expiry=bucket.expiry,
         quota=bucket.settings.memory_quota,
     )
-    floor = marks.read_floor(bucket.directory, len(bucket.partitions))
+    floor = metadata.read_journal_start(bucket.directory, len(bucket.partitions))
     leftovers = _load_files(bucket, loader, floor)
     segments, tail = loader.load_journal(floor.first)
     loader.finish(tail.last)
@@ -140,7 +175,7 @@ def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:
     bucket.ticket = tail.last + 1
     clean = mark is None or mark.batch is not None
     lost = mark is not None and (
-        mark.damaged or tail.doubtful or (not clean and mark.durability == Durability.MEMORY)
+        copied or mark.damaged or tail.doubtful or (not clean and mark.durability == Durability.MEMORY)
     )
     try:
         settle(bucket, tail, leftovers)
@@ -148,7 +183,11 @@ def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:
             # Facts before the mark: a directory with a mark and without a journal has lost it.
             _first_facts(bucket, state)
             bucket.commit()
-        _mark(bucket, Mark(None, bucket.settings.durability, damaged=lost))
+        _mark(bucket, ShutdownState(None, bucket.settings.durability, damaged=lost))
+        for store in bucket.partitions:
+            if (store.ownership, StateCue.RESTART) in NEXT:
+                store.change_state(StateCue.RESTART)  # a takeover ended with the process
+        bucket.commit()
         if lost:
             _branch_off(bucket)
     except (OSError, NotWritable) as error:
@@ -158,30 +197,35 @@ def load_bucket(bucket: Bucket, state: State, began: float) -> Opening:
     for store in bucket.partitions:
         bucket.served(store)
     bucket.weigh()
+    if copied and lost:
+        log.warning(
+            "bucket %s: %s was copied or restored; its active partitions begin new branches",
+            bucket.name, bucket.directory,
+        )  # fmt: skip
     if not clean or tail.cut:
         log.warning(
-            "bucket %s: it was not closed in order; %d bytes of unfinished batches were cut off%s",
+            "bucket %s: unclean shutdown; %d bytes of incomplete batches were truncated%s",
             bucket.name, tail.cut, ", and history branched" if lost else "",
         )  # fmt: skip
-    return Opening(clean, tail.cut, lost, time.monotonic() - began)
+    return OpeningReport(clean, tail.cut, lost, time.monotonic() - began)
 
 
-def _load_files(bucket: Bucket, loader: Loader, floor: marks.Floor) -> list[Path]:
-    """Each partition's newest file; returns what nobody needs any more."""
+def _load_files(bucket: BucketStore, loader: DirectoryLoader, floor: metadata.JournalStart) -> list[Path]:
+    """Load each partition's newest file; returns the files that are not needed any more."""
     leftovers = list((bucket.directory / "partitions").glob("*.new"))
     for number, path in load.pack_paths(bucket.directory):
         file = bucket.files.add(path, number=number, size=path.stat().st_size)
         loader.load_file(file)
-        bucket.rewriter.saw(number)
+        bucket.compactor.saw(number)
         if not file.holders:
             leftovers.append(path)
     for store, needed in zip(bucket.partitions, floor.files, strict=True):
         if (0 if store.file is None else store.file.number) < needed:
-            load.refuse(load.Finding(f"partition {store.id}", f"its file number {needed} is missing"))
+            load.refuse(load.Damage(f"partition {store.id}", f"its file number {needed} is missing"))
     return leftovers
 
 
-def settle(bucket: Bucket, tail: load.Tail, leftovers: list[Path]) -> None:
+def settle(bucket: BucketStore, tail: load.JournalTail, leftovers: list[Path]) -> None:
     """Make the directory be what was read from it."""
     for path in (*leftovers, *tail.drop):
         bucket.disk.unlink(path)
@@ -194,20 +238,20 @@ def settle(bucket: Bucket, tail: load.Tail, leftovers: list[Path]) -> None:
             bucket.disk.close(fd)
 
 
-def _first_facts(bucket: Bucket, state: State) -> None:
+def _first_facts(bucket: BucketStore, state: State) -> None:
     for store in bucket.partitions:
         store.set_state(state)
         store.set_log(FailoverLog((Version(fresh_branch(), ZERO),)))
 
 
-def _branch_off(bucket: Bucket) -> None:
+def _branch_off(bucket: BucketStore) -> None:
     for store in bucket.partitions:
         if store.state is State.ACTIVE:
             store.set_log(store.log.promoted(store.complete, fresh=fresh_branch()))
     bucket.commit()
-    # Only now is the loss admitted, and the mark may forget it.
-    _mark(bucket, Mark(None, bucket.settings.durability))
+    # The branches are durable: the mark of the loss can be removed.
+    _mark(bucket, ShutdownState(None, bucket.settings.durability))
 
 
-def _mark(bucket: Bucket, mark: Mark) -> None:
-    marks.write_mark(bucket.disk, bucket.directory, mark)
+def _mark(bucket: BucketStore, mark: ShutdownState) -> None:
+    metadata.write_shutdown(bucket.disk, bucket.directory, mark)

@@ -1,11 +1,11 @@
-"""One partition: its items in memory, what may be done to them, and what changed after a seqno.
+"""One partition: its items in memory, the operations on them, and the changes after a seqno.
 
-`items` is one dict, key to entry, whose order is the order of seqnos: an overwrite takes the old entry out
-and puts the new one in at the end. An entry is a record, or the location of one that left memory.
-Deletions stay as tombstones, which are never moved out.
+`items` is a map of the kernel (`kernel.RecordMap`), key to entry in the order of seqnos. An entry is a
+record, or the location of one that left memory. Deletions stay as tombstones, which are never moved out.
 
-Every change becomes a record that is appended to the bucket's open batch; memory shows it at once, and
-nobody may be told before the batch is on disk (`durable`). Nothing here touches the journal itself.
+Every change becomes a record that is appended to the bucket's open batch. Memory has it at once. `written`
+is the last seqno on the local disk, which replicas may have; `durable` is the last one that responses and
+consumers may see. Nothing here writes to the journal itself.
 """
 
 from __future__ import annotations
@@ -26,23 +26,26 @@ from upper.errors import (
     SeqnoExhausted,
     TemporaryFailure,
 )
+from upper.history.partition_state import Access, Ownership, StateCue, transition
 from upper.model.values import (
     MAX_SEQNO,
     BranchId,
     Cas,
     FailoverLog,
     Seqno,
+    Snapshot,
     State,
 )
+from upper.record.layout import AT_OPCODE, MAX_CAS, MAX_KEY
+from upper.record.location import length_at
 from upper.storage import records
 from upper.storage.changes import Changes
-from upper.storage.records import DELETION, EXPIRATION, FLUSH, MUTATION, Item
-from upper.storage.state import PartitionState
+from upper.storage.records import DELETION, EXPIRATION, FLUSH, MUTATION, StoredItem
+from upper.storage.state import PartitionState, fresh_branch
 
 log = logging.getLogger("upper.storage")
 
-MAX_KEY = 250
-# Past this, a partition leaves the fast path of the kernel, which does not count to the end.
+# Past this seqno a partition leaves the kernel's fast path, which does not check the last seqno.
 FAST_SEQNOS = MAX_SEQNO - (1 << 24)
 
 
@@ -54,7 +57,7 @@ class Mode(Enum):
     REPLACE = "replace"  # an item
 
 
-class Written(NamedTuple):
+class WriteResult(NamedTuple):
     """What a change was given."""
 
     cas: Cas
@@ -66,14 +69,14 @@ class PartitionStore(PartitionState):
 
     # ── Reading ───────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, key: bytes) -> Item | None:
-        """The item as it stands, or None. An item whose time has come is deleted on the way."""
+    def read(self, key: bytes) -> StoredItem | None:
+        """The item, or None. An expired item is deleted first."""
         record = self._live(key)
         if record is None:
             return None
         return records.item_of(record)
 
-    def read_meta(self, key: bytes) -> Item | None:
+    def read_meta(self, key: bytes) -> StoredItem | None:
         """The same for tombstones too: `deleted` tells them apart."""
         record = self._live(key)
         if record is None and (entry := self.items.get(key)) is not None:
@@ -84,14 +87,18 @@ class PartitionStore(PartitionState):
         """The record of a live item, as it would be streamed."""
         return self._live(key)
 
+    def length(self, key: bytes) -> int:
+        """Bytes of the record under a key, in memory or not; 0 if there is none."""
+        entry = self.items.get(key) or b""
+        return len(entry) if isinstance(entry, bytes) else length_at(entry)
+
     def changes_after(self, seqno: Seqno) -> Changes:
         """Each key that changed after `seqno`, once, in order, as of now: later writes do not touch it."""
         self._readable()
-        entries = kernel.after(self.items, seqno)
-        return Changes(self.bucket.files, entries, end=Seqno(self.high), evicted=bool(self.evicted))
+        return Changes(self.bucket.reader, self.items.after(seqno), end=Seqno(self.high))
 
-    def locked(self, item: Item) -> bool:
-        return item.lock_time > self.bucket.clock.seconds()
+    def locked(self, item: StoredItem) -> bool:
+        return bool(item.lock_time) and item.lock_time > self.bucket.clock.lock_seconds()
 
     # ── Writing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -106,7 +113,7 @@ class PartitionStore(PartitionState):
         mode: Mode = Mode.SET,
         data_type: int = 0,
         lock_time: int = 0,
-    ) -> Written:
+    ) -> WriteResult:
         """Store a value. `expiration` and `lock_time` are seconds since the epoch, 0 for never.
 
         With a CAS the item must exist and have it; a locked item takes no other than its lock's.
@@ -122,7 +129,7 @@ class PartitionStore(PartitionState):
             key, value, flags=flags, expiration=expiration, data_type=data_type, lock_time=lock_time
         )
 
-    def delete(self, key: bytes, *, cas: int = 0) -> Written:
+    def delete(self, key: bytes, *, cas: int = 0) -> WriteResult:
         self._writable(key)
         old = self._live(key)
         if old is None:
@@ -130,15 +137,15 @@ class PartitionStore(PartitionState):
         self._admit(key, old, cas)
         return self._bury(key, DELETION)
 
-    def touch(self, key: bytes, expiration: int) -> Item:
+    def touch(self, key: bytes, expiration: int) -> StoredItem:
         """Give an item another expiration; returns the item as it stands then."""
         self._writable(key)
         item = self._unlocked(key)
         self._mutate(key, item.value, flags=item.flags, expiration=expiration, data_type=item.data_type)
         return records.item_of(self._fetch(self.items[key]))
 
-    def lock(self, key: bytes, until: int) -> Item:
-        """Lock an item until a second of the wall clock; whoever has the CAS of the answer may write."""
+    def lock(self, key: bytes, until: int) -> StoredItem:
+        """Lock an item until a second of the wall clock; a write needs the CAS of the answer."""
         self._writable(key)
         item = self._unlocked(key)
         self._mutate(
@@ -147,7 +154,7 @@ class PartitionStore(PartitionState):
         )  # fmt: skip
         return records.item_of(self._fetch(self.items[key]))
 
-    def unlock(self, key: bytes, cas: int) -> Written:
+    def unlock(self, key: bytes, cas: int) -> WriteResult:
         self._writable(key)
         record = self._live(key)
         if record is None:
@@ -171,51 +178,66 @@ class PartitionStore(PartitionState):
         flags: int = 0,
         expiration: int = 0,
         data_type: int = 0,
+        lock_time: int = 0,
         deleted: bool = False,
+        expired: bool = False,
         cas: int = 0,
         force: bool = False,
-    ) -> Written:
+        last_write_wins: bool = False,
+    ) -> WriteResult:
         """Store what was written elsewhere, with its own revision and CAS, under a seqno of this partition.
 
-        Unless forced, the newer of the two wins: higher revision, then CAS, then expiration, then flags.
+        Unless forced, the newer of the two wins: higher revision, then CAS, then expiration, then flags; with
+        `last_write_wins` the CAS, which is a time, is compared before the revision. A forced write replaces a
+        locked item too: the lock was copied with it, and ends with what is copied next. A forced write with a
+        CAS replaces just the version that has it, also a tombstone.
         """
         self._writable(key)
         entry = self.items.get(key)
         old = None if entry is None else self._fetch(entry)
-        live = None if old is None or old[1] != MUTATION else old
-        self._admit(key, live, cas)
+        live = None if old is None or old[AT_OPCODE] != MUTATION else old
+        if force and cas and old is not None and live is None:
+            if records.meta_of(old)[0] != cas:
+                raise KeyExists("the key has changed since that CAS was read; read it again")
+        elif cas or not force:
+            self._admit(key, live, cas)
         if old is not None and not force:
             old_cas, _, old_revision = records.meta_of(old)
             old_flags, old_expiration, _ = records.tail_of(old)
-            theirs = (revision, new_cas, 0, 0) if deleted else (revision, new_cas, expiration, flags)
-            if theirs <= (old_revision, old_cas, old_expiration, old_flags):
+            order = (new_cas, revision) if last_write_wins else (revision, new_cas)
+            old_order = (old_cas, old_revision) if last_write_wins else (old_revision, old_cas)
+            theirs = (*order, 0, 0) if deleted else (*order, expiration, flags)
+            if theirs <= (*old_order, old_expiration, old_flags):
                 raise KeyExists("this node has a newer version of the key, which stays")
         self.bucket.clock.saw(new_cas)
         seqno = self._next()
         if deleted:
-            record = records.deletion(self.id, key, seqno=seqno, revision=revision, cas=new_cas)
+            opcode = EXPIRATION if expired else DELETION
+            record = records.deletion(
+                self.id, key, seqno=seqno, revision=revision, cas=new_cas, opcode=opcode
+            )
         else:
             record = records.mutation(
                 self.id, key, value, seqno=seqno, revision=revision, cas=new_cas,
-                flags=flags, expiration=expiration, data_type=data_type,
+                flags=flags, expiration=expiration, lock_time=lock_time, data_type=data_type,
             )  # fmt: skip
             if expiration:
                 self.bucket.expiry.add(expiration, self.id, key)
-        self._put(key, record)
+        self.items.put(record)
         self._hand_in(record)
-        return Written(Cas(new_cas), Seqno(seqno))
+        return WriteResult(Cas(new_cas), Seqno(seqno))
 
-    def flush(self) -> Written:
-        """Every item goes at once, and so does the memory of what was deleted."""
+    def flush(self) -> WriteResult:
+        """Delete every item, and all tombstones."""
         self._writable(b"")
         seqno = self._next()
         cas = self.bucket.clock.tick()
         self._flushed(seqno)
         self._hand_in(records.flush(self.id, cas))
-        return Written(Cas(cas), Seqno(seqno))
+        return WriteResult(Cas(cas), Seqno(seqno))
 
     def expire(self, key: bytes) -> bool:
-        """Delete an item whose time has come; False if it has not. For the sweeper, which asks once a key."""
+        """Delete an expired item; False if it has not expired."""
         self._readable()
         entry = self.items.get(key)
         expiration = 0 if entry is None else records.tail_of(self._fetch(entry))[1]
@@ -225,7 +247,7 @@ class PartitionStore(PartitionState):
         if expiration > now:  # it was touched since
             self.bucket.expiry.add(expiration, self.id, key)
             return False
-        if self.state is not State.ACTIVE:
+        if not self.takes_changes:
             # The active copy decides. Should this become the active one before it has, look again.
             self.bucket.expiry.add(now + 60, self.id, key)
             return False
@@ -234,61 +256,98 @@ class PartitionStore(PartitionState):
 
     # ── A replica's writing ───────────────────────────────────────────────────────────────────────
 
-    def begin_snapshot(self, end: Seqno | None = None) -> None:
-        """What follows is consistent only when `end_snapshot` comes."""
-        self.bucket.writable()
-        if self.incoming is None:
-            self._complete = self.high
-        self.incoming = end or 0
-        self._state(records.snapshot_start(self.id, self.incoming))
+    def begin_snapshot(self, end: Seqno | None = None, *, purged: Seqno | None = None) -> None:
+        """What follows is consistent only when `end_snapshot` comes.
+
+        `purged` is the purge seqno of the copy that sends it. Without it, a copy that is filled from 0 must
+        take all deletions up to the end of the snapshot for purged.
+        """
+        self.open_to_changes()
+        self._snapshot_begun(end or 0, purged)
+        self._state(records.snapshot_start(self.id, end or 0, purged))
 
     def end_snapshot(self) -> None:
         if self.incoming is not None:
-            self.bucket.writable()
+            self.open_to_changes()
             self._snapshot_ended()
             self._state(records.snapshot_end(self.id))
 
     def advance(self, to: Seqno) -> None:
         """The active copy's history went on to here, and what was there is gone: no change says so."""
-        self.bucket.writable()
-        self._readable()
+        self.open_to_changes()
         self._follows(to)
         self.high = to
         self._state(records.seqno_advanced(self.id, to))
 
-    def apply(self, changes: Iterable[bytes]) -> None:
-        """Changes and flushes as they came from the active copy: their seqnos, revisions and CAS stay."""
-        self.bucket.writable()
-        self._readable()
+    def apply(
+        self, changes: Iterable[bytes], *, snapshot: Snapshot | None = None, complete: bool = False
+    ) -> None:
+        """Changes and flushes as they came from the active copy: their seqnos, revisions and CAS stay.
+
+        All that a replica calls for a piece of a stream: `snapshot` is the one that the changes belong to,
+        and `complete` is true for its last piece, which may have no changes. Until then the copy is
+        inconsistent, and a promotion begins its branch at the last complete snapshot. Where the newest
+        change of a snapshot is gone, its end becomes the high seqno all the same.
+        """
+        self.open_to_changes()
+        if snapshot is not None and self.incoming is None:
+            self.begin_snapshot(snapshot.end)
+        self._append(changes)
+        if complete:
+            if snapshot is not None and self.high < snapshot.end:
+                self.advance(snapshot.end)
+            self.end_snapshot()
+
+    def _append(self, changes: Iterable[bytes]) -> None:
+        run: list[bytes] = []
         for change in changes:
             record = records.settled(change, self.id)
-            if record[1] == FLUSH:
-                if self.high >= MAX_SEQNO:
-                    raise self._exhausted()
-                self._flushed(self.high + 1)
-            else:
-                cas, seqno, _ = records.meta_of(record)
-                self._follows(seqno)
-                self.high = seqno
-                self.bucket.clock.saw(cas)
-                key = records.key_of(record)
-                self._put(key, record)
-                if record[1] == MUTATION and (expiration := records.tail_of(record)[1]):
-                    self.bucket.expiry.add(expiration, self.id, key)
+            if record[AT_OPCODE] != FLUSH:
+                run.append(record)
+                continue
+            self._append_run(run)
+            run = []
+            if self.high >= MAX_SEQNO:
+                raise self._exhausted()
+            self._flushed(self.high + 1)
             self._hand_in(record)
+        self._append_run(run)
+
+    def _append_run(self, run: list[bytes]) -> None:
+        """Changes without a flush among them, as `Bucket.apply` takes them from a stream."""
+        data, inside = kernel.join(run, self.id), bytearray(self.id) + bytes((kernel.INSIDE,))
+        at = self.bucket.apply(data, 0, self.bucket.partitions, inside, bytearray())
+        if at < len(data):
+            self._follows(records.seqno_of(data[at : records.packet_end(data, at)]))
+            raise LocalProtocolError(f"partition {self.id}: what a replica applies is no change")
 
     # ── History ───────────────────────────────────────────────────────────────────────────────────
 
     def set_state(self, state: State) -> None:
-        """Change the state without a new branch: a clean takeover, or a step away from being active."""
-        self.bucket.writable()
-        self.state = state
-        self._state(records.state_fact(self.id, state))
+        """Go to one of the protocol's states; begins a branch where the table of states requires one."""
+        self.change_state(StateCue(state.value))
+
+    def change_state(self, cue: StateCue) -> None:
+        """Take the transition that the table of states has for this; refused where it has none.
+
+        A copy in the middle of a snapshot lacks changes: where it becomes active, a branch begins too.
+        """
+        self.open_to_changes()
+        after, branch = transition(self.ownership, cue)
+        if branch or (after is Ownership.ACTIVE and self.incoming is not None):
+            log.warning("partition %d: was %s, and is active as a new branch", self.id, self.ownership)
+            self.promote(fresh_branch())
+        else:
+            self._own(after)
+
+    def _own(self, ownership: Ownership) -> None:
+        self.ownership = ownership
+        self._state(records.state_fact(self.id, ownership))
         self.bucket.served(self)
 
     def set_log(self, versions: FailoverLog) -> None:
         """Take over the failover log of the active copy."""
-        self.bucket.writable()
+        self.open_to_changes()
         self.log = versions
         self._state(records.log_fact(self.id, versions))
 
@@ -296,18 +355,21 @@ class PartitionStore(PartitionState):
         """Become active without proof of having everything: a branch begins at the last complete snapshot."""
         self.set_log(self.log.promoted(self.complete, fresh=fresh))
         self.end_snapshot()
-        self.set_state(State.ACTIVE)
+        self._own(Ownership.ACTIVE)
         log.info("partition %d: active from %d on as a new branch", self.id, self.log.versions[0].seqno)
         return self.log
 
-    def rollback(self, to: Seqno, *, fresh: BranchId | None = None) -> Seqno:
+    def rollback(self, to: Seqno) -> Seqno:
         """Go back to the newest complete snapshot at or below `to` that can be rebuilt, else to zero.
 
-        Returns where the partition stands now. `fresh` names the branch in case no version of the log
-        is left; without it one is made up. Blocks until the disk has it: a crash before that leaves
-        the partition as it was, a crash after it as it should be.
+        Returns the high seqno afterwards. Blocks until it is on disk; a node uses
+        `Bucket.rollbacks.start`. For a replica, which goes on with the branches of the active copy.
         """
-        return self.bucket.roll_back(self, to, fresh=fresh)
+        if self.high <= to and self.incoming is None:
+            self.open_to_changes()
+            self.bucket.commit()
+            return Seqno(self.high)
+        return self.bucket.rollbacks.run(self, to, ownership=self.ownership, branch=None)
 
     # ── Inside ────────────────────────────────────────────────────────────────────────────────────
 
@@ -317,10 +379,10 @@ class PartitionStore(PartitionState):
         if entry is None:
             return None
         record = self._fetch(entry)
-        if record[1] != MUTATION:
+        if record[AT_OPCODE] != MUTATION:
             return None
         if self._expired(record):
-            if self.state is State.ACTIVE and self.bucket.failed is None and self.high < MAX_SEQNO:
+            if self.takes_changes and self.bucket.failed is None and self.high < MAX_SEQNO:
                 self._bury(key, EXPIRATION)
             return None
         return record
@@ -329,7 +391,7 @@ class PartitionStore(PartitionState):
         return entry if isinstance(entry, bytes) else self.bucket.files.fetch(entry)
 
     def _expired(self, record: bytes) -> bool:
-        if record[1] != MUTATION:
+        if record[AT_OPCODE] != MUTATION:
             return False
         expiration = records.tail_of(record)[1]
         return expiration != 0 and expiration <= self.bucket.clock.seconds()
@@ -341,13 +403,14 @@ class PartitionStore(PartitionState):
                 raise KeyNotFound("there is no such key, so its CAS cannot match")
             return
         old_cas = records.meta_of(old)[0]
-        if records.tail_of(old)[2] > self.bucket.clock.seconds():
+        lock_time = records.tail_of(old)[2]
+        if lock_time and lock_time > self.bucket.clock.lock_seconds():
             if cas != old_cas:
                 raise Locked("the key is locked; wait for the lock to end or use its CAS")
         elif cas and cas != old_cas:
             raise KeyExists("the key has changed since that CAS was read; read it again")
 
-    def _unlocked(self, key: bytes) -> Item:
+    def _unlocked(self, key: bytes) -> StoredItem:
         record = self._live(key)
         if record is None:
             raise KeyNotFound("there is no such key")
@@ -358,31 +421,31 @@ class PartitionStore(PartitionState):
 
     def _mutate(
         self, key: bytes, value: bytes, *, flags: int, expiration: int, data_type: int, lock_time: int = 0
-    ) -> Written:
+    ) -> WriteResult:
         # Whatever may fail comes before the seqno is taken: a seqno without a record would stop every stream.
         revision, cas, seqno = self._revision(key), self.bucket.clock.tick(), self._next()
         record = records.mutation(
             self.id, key, value, seqno=seqno, revision=revision, cas=cas,
             flags=flags, expiration=expiration, lock_time=lock_time, data_type=data_type,
         )  # fmt: skip
-        self._put(key, record)
+        self.items.put(record)
         if expiration:
             self.bucket.expiry.add(expiration, self.id, key)
         self._hand_in(record)
-        return Written(Cas(cas), Seqno(seqno))
+        return WriteResult(Cas(cas), Seqno(seqno))
 
-    def _bury(self, key: bytes, opcode: int) -> Written:
+    def _bury(self, key: bytes, opcode: int) -> WriteResult:
         # Whatever may fail comes before the seqno is taken: a seqno without a record would stop every stream.
         revision, cas, seqno = self._revision(key), self.bucket.clock.tick(), self._next()
         record = records.deletion(self.id, key, seqno=seqno, revision=revision, cas=cas, opcode=opcode)
-        self._put(key, record)
+        self.items.put(record)
         self._hand_in(record)
-        return Written(Cas(cas), Seqno(seqno))
+        return WriteResult(Cas(cas), Seqno(seqno))
 
     def _revision(self, key: bytes) -> int:
         entry = self.items.get(key)
         # A revision from elsewhere may be the last there is; the kernel counts on from 0 then, and so do we.
-        return 1 if entry is None else records.meta_of(self._fetch(entry))[2] + 1 & records.MAX_U64
+        return 1 if entry is None else records.meta_of(self._fetch(entry))[2] + 1 & MAX_CAS
 
     def _next(self) -> int:
         if self.high >= MAX_SEQNO:
@@ -395,13 +458,31 @@ class PartitionStore(PartitionState):
         self.bucket.kick()
 
     def _state(self, fact: bytes) -> None:
-        """A fact goes into the batch, and streams do not see it."""
+        """Append metadata to the batch; streams do not carry it."""
         self.bucket.facts_pending = True
         self._hand_in(fact)
 
-    def _writable(self, key: bytes) -> None:
+    def open_to_changes(self) -> None:
+        """Reject a change while the bucket is read-only or the partition is being rolled back."""
         self.bucket.writable()
         self._readable()
+        if self.sealed:
+            raise TemporaryFailure(f"partition {self.id} is being rolled back; try again in a moment")
+
+    def open_to_clients(self) -> None:
+        """Reject a client's change while the cluster does not let this copy take any."""
+        self.open_to_changes()
+        match self.access:
+            case Access.READ_ONLY:
+                raise TemporaryFailure(
+                    f"partition {self.id} has fewer in-sync copies than the bucket's minimum and takes no "
+                    "changes; bring its replicas back, or lower the minimum"
+                )
+            case Access.WAITING | Access.CLOSED:
+                raise TemporaryFailure(f"partition {self.id} takes no changes at present; try again")
+
+    def _writable(self, key: bytes) -> None:
+        self.open_to_clients()
         if len(key) > MAX_KEY:
             raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {len(key)}")
 

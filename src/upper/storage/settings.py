@@ -1,4 +1,4 @@
-"""What may be chosen about a bucket at rest. Defaults work; only `cli` reads files or the environment."""
+"""Settings of the storage. Only `cli` reads files or the environment."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 MIB = 1 << 20
-# What an entry takes in memory beside its record: the key, its place in the dict, and objects around them.
-ENTRY = 150
 
 
 class Durability(StrEnum):
@@ -20,13 +18,13 @@ class Durability(StrEnum):
 @dataclass(frozen=True, kw_only=True)
 class StorageSettings:
     durability: Durability = Durability.DISK
-    memory_quota: int | None = None  # bytes that items may take in memory, with their keys; then values go
-    purge_age: float = 3 * 86400.0  # seconds that a deletion is remembered at least
-    segment_size: int = 64 * MIB  # bytes after which the journal goes on in a new file
+    memory_quota: int | None = None  # bytes of items in memory, with their keys; past it values are evicted
+    purge_age: float = 3 * 86400.0  # seconds that a deletion is kept at least
+    segment_size: int = 64 * MIB  # bytes of a journal segment
     compact: bool = True  # rewrite partitions in the background
     disk_use: float = 2.5  # multiples of the live data that the directory may take
-    disk_floor: int = 16 * MIB  # bytes that it may take however little there is
-    sweep_every: float = 1.0  # seconds between two looks for expired items and old deletions
+    disk_floor: int = 16 * MIB  # bytes that it may always take
+    sweep_every: float = 1.0  # seconds between two searches for expired items and old deletions
 
     def __post_init__(self) -> None:
         if self.memory_quota is not None and self.memory_quota < 0:

@@ -1,56 +1,82 @@
-"""What a partition is: items in order, seqnos, counts, state, failover log, snapshot; and its way from disk.
+"""The state of a partition: items in order, seqnos, counts, state, failover log, snapshot; and loading it.
 
-Nothing here decides anything and nothing is written from here: `partition.py` says what may be done to it.
+Nothing here writes; `partition.py` has the operations.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from upper import kernel
 from upper.errors import Corrupt
-from upper.model.values import FailoverLog, Partition, Position, Seqno, Snapshot, State
+from upper.history.partition_state import Access, Ownership
+from upper.model.values import BranchId, FailoverLog, Partition, Position, Seqno, Snapshot, State
+from upper.record.layout import AT_OPCODE
 from upper.storage import records
-from upper.storage.files import File, length_at
-from upper.storage.records import MUTATION
-from upper.storage.settings import ENTRY
+from upper.storage.files import File
 
 if TYPE_CHECKING:
-    from upper.storage.bucket import Bucket
+    from upper.storage.bucket import BucketStore
+
+
+def fresh_branch() -> BranchId:
+    """An id for a new branch: 48 random bits, which every JSON number can hold."""
+    return BranchId(secrets.randbits(47) + 2)
 
 
 class PartitionState(kernel.Table):
     __slots__ = (
         "_complete",
+        "_source_purged",
+        "access",
         "bucket",
         "compacting",
         "epoch",
-        "evicted",
         "file",
         "id",
         "incoming",
         "log",
+        "ownership",
         "purge_at",
         "purged",
-        "state",
+        "sealed",
         "unreadable",
     )
 
-    def __init__(self, bucket: Bucket, partition: Partition, *, state: State, log: FailoverLog) -> None:
+    def __init__(self, bucket: BucketStore, partition: Partition, *, state: State, log: FailoverLog) -> None:
         super().__init__()
         self.bucket = bucket
         self.id = partition
-        self.state = state
+        self.ownership = Ownership(state.value)
+        self.access = Access.OPEN
         self.log = log
         self.purged = 0  # highest seqno of a deletion that is really gone
-        self.evicted = 0  # bytes of records that are not in memory
         self.incoming: int | None = None  # a replica's unfinished snapshot: where it will end, 0 = unsaid
         self._complete = 0  # where the partition was consistent before that
+        self._source_purged: int | None = None  # purge seqno of the copy that sends it, if known
         self.epoch = 0  # counts the times that history was taken back
         self.file: File | None = None
         self.compacting = False
         self.purge_at: float | None = None
         self.unreadable = False
+        self.sealed = False  # being rolled back: it answers reads and takes no changes
+
+    @property
+    def state(self) -> State:
+        """The state as the protocol has it."""
+        return self.ownership.state
+
+    @property
+    def takes_changes(self) -> bool:
+        """Whether changes of clients, and expirations, are made here."""
+        return self.ownership is Ownership.ACTIVE and self.access is Access.OPEN and not self.sealed
+
+    @property
+    def serves(self) -> bool:
+        """Whether clients may read it here, and follow it."""
+        return self.ownership is Ownership.ACTIVE and self.access in (Access.OPEN, Access.READ_ONLY)
 
     # ── Where it stands ───────────────────────────────────────────────────────────────────────────
 
@@ -61,14 +87,14 @@ class PartitionState(kernel.Table):
 
     @property
     def snapshot(self) -> Snapshot:
-        """The stretch in which the partition stands: empty at a consistent point."""
+        """The present snapshot of the partition: empty at a consistent point."""
         if self.incoming is None:
             return Snapshot.at(Seqno(self.high))
         return Snapshot(Seqno(self._complete), Seqno(max(self.high, self.incoming)))
 
     @property
     def position(self) -> Position:
-        """Where this copy stands as a consumer of another."""
+        """The position of this copy as a consumer of another."""
         return Position(self.log.branch, Seqno(self.high), self.snapshot)
 
     @property
@@ -83,60 +109,49 @@ class PartitionState(kernel.Table):
 
     @property
     def held(self) -> int:
-        """Bytes that all of it takes in memory, about."""
-        return self.resident + ENTRY * len(self.items)
+        """Bytes that all of it takes in memory."""
+        return self.items.memory
 
-    # ── Keeping count ─────────────────────────────────────────────────────────────────────────────
-
-    def _put(self, key: bytes, record: bytes) -> None:
-        """The new entry of a key, at the end; counts follow."""
-        old = self.items.pop(key, None)
-        self.items[key] = record
-        self.size += len(record)
-        self.tombstones += record[1] != MUTATION
-        if old is None:
-            return
-        if isinstance(old, bytes):
-            self.size -= len(old)
-            self.tombstones -= old[1] != MUTATION
-        else:
-            self.size -= length_at(old)
-            self.evicted -= length_at(old)
+    # ── Flushes and snapshots ─────────────────────────────────────────────────────────────────────
 
     def _flushed(self, seqno: int) -> None:
-        self.items = {}
+        self.items = kernel.RecordMap()
         self.high = self.purged = seqno
-        self.size = self.evicted = self.tombstones = 0
+
+    def _snapshot_begun(self, end: int, source_purged: int | None) -> None:
+        """A snapshot that follows an unfinished one continues it."""
+        if self.incoming is None:
+            self._complete, self._source_purged = self.high, source_purged
+        self.incoming = end
 
     def _snapshot_ended(self) -> None:
         """Consistent again. What was filled from 0 never saw the deletions that its source had purged."""
         if self.incoming is not None and self._complete == 0:
-            self.purged = max(self.purged, self.high)
+            source = self.high if self._source_purged is None else self._source_purged
+            self.purged = max(self.purged, min(source, self.high))
         self.incoming = None
 
     # ── From disk ─────────────────────────────────────────────────────────────────────────────────
 
     def replay(self, packet: bytes) -> None:
         """A change or a fact from the journal."""
-        if packet[1] in records.CHANGES:
+        if packet[AT_OPCODE] in records.CHANGES:
             self.high = records.seqno_of(packet)
-            self._put(records.key_of(packet), packet)
+            self.items.put(packet)
         else:
             self.recall(packet)
 
     def recall(self, packet: bytes) -> None:
         """A fact from the journal or from the partition's file, in its place between the changes."""
-        match packet[1]:
+        match packet[AT_OPCODE]:
             case records.FLUSH:
                 self._flushed(self.high + 1)
             case records.STATE:
-                self.state = records.state_in(packet)
+                self.ownership = records.ownership_in(packet)
             case records.LOG:
                 self.log = records.log_in(packet)
             case records.SNAPSHOT_START:
-                if self.incoming is None:
-                    self._complete = self.high
-                self.incoming = records.u64_in(packet)
+                self._snapshot_begun(records.u64_in(packet), records.source_purged_in(packet))
             case records.SNAPSHOT_END:
                 self._snapshot_ended()
             case records.ADVANCED:
@@ -151,19 +166,22 @@ class PartitionState(kernel.Table):
 
     def facts(self) -> bytes:
         """State, failover log and unfinished snapshot as packets, for the head of the partition's file."""
-        head = records.state_fact(self.id, self.state) + records.log_fact(self.id, self.log)
+        head = records.state_fact(self.id, self.ownership) + records.log_fact(self.id, self.log)
         if self.incoming is not None:
-            head += records.snapshot_start(self.id, self.incoming)
+            head += records.snapshot_start(self.id, self.incoming, self._source_purged)
         return head
 
     def become(self, other: PartitionState) -> None:
         """Take over everything that `other`, rebuilt from disk, says about this partition."""
         self.items, self.high, self.purged = other.items, other.high, other.purged
-        self.state, self.log = other.state, other.log
-        self.tombstones, self.size, self.evicted = other.tombstones, other.size, other.evicted
+        self.ownership, self.log = other.ownership, other.log
         self.incoming, self._complete = other.incoming, other._complete
-        self.durable = self.high
+        self._source_purged = other._source_purged
+        self.written = self.high
+        self.durable = min(self.durable, self.high)  # what was not exposed before is not exposed by this
         self.epoch += 1
-        # The sweeper may have had its look at these already, when they were gone or lived longer.
-        for record in kernel.measure(self.items)[2]:
-            self.bucket.expiry.add(records.tail_of(record)[1], self.id, records.key_of(record))
+
+    def watch_expirations(self, expiring: Iterable[tuple[int, bytes]]) -> None:
+        """Of what came from disk: the sweeper may have looked at these keys when they were gone."""
+        for expiration, key in expiring:
+            self.bucket.expiry.add(expiration, self.id, key)

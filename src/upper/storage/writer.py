@@ -1,9 +1,9 @@
-"""The writer: batches on their way into the journal, one at a time, beside the loop.
+"""The writer: writes batches to the journal in a thread, one at a time.
 
-Two threads can do it. The kernel's (`kernel.writer`) never needs the interpreter, so that the disk works
-while the loop does; it knows nothing but to write a frame and to sync. Python's does the rest: it opens the
-next segment when one is full, and it writes where there is no compiled kernel or where a disk wants to see
-each call. Never both at once.
+There are two threads. The kernel's (`kernel.writer`) does not need the interpreter, so it runs in parallel
+with the event loop; it only writes a frame and syncs. The Python thread opens the next segment when one is
+full, and writes if there is no compiled kernel or if every call must pass through `Disk`. Only one of them
+works at a time.
 """
 
 from __future__ import annotations
@@ -20,56 +20,56 @@ from upper.storage.files import File
 from upper.storage.journal import Journal
 
 
-class Batch(NamedTuple):
+class JournalBatch(NamedTuple):
     """Changes that become one frame of the journal."""
 
     ticket: int
     clock: int
     records: list[bytes]
-    reached: list[tuple[kernel.Table, int]]  # the partitions in it, and how far each had come
+    reached: list[tuple[kernel.Table, int]]  # its partitions and their high seqnos
     segment_size: int
     has_facts: bool
 
     @property
     def streamed(self) -> list[bytes]:
-        """The records that streams carry; mostly that is all of them."""
+        """The records that streams carry: all but metadata."""
         return records.changes_only(self.records) if self.has_facts else self.records
 
 
-class Outcome(NamedTuple):
-    """What became of a batch: where its records lie, or why they do not."""
+class BatchOutcome(NamedTuple):
+    """The outcome of a batch: the location of its records, or the error."""
 
-    batch: Batch
+    batch: JournalBatch
     error: OSError | None
     file: File | None
     offset: int
     size: int
 
 
-def write(journal: Journal, batch: Batch) -> Outcome:
-    """Write a batch here and now, opening a new segment where one is due."""
+def write(journal: Journal, batch: JournalBatch) -> BatchOutcome:
+    """Write a batch in this thread, opening a new segment if one is due."""
     try:
         payload = b"".join(batch.records)
         offset = journal.append(batch.ticket, batch.clock, payload, segment_size=batch.segment_size)
-    except Exception as error:  # noqa: BLE001  whatever it is: everybody waits for this batch
+    except Exception as error:  # noqa: BLE001  every request waits for this batch
         refusal = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
         return _failed(journal, batch, refusal)
-    return Outcome(batch, None, journal.segments[-1].file, offset, len(payload))
+    return BatchOutcome(batch, None, journal.segments[-1].file, offset, len(payload))
 
 
-def _failed(journal: Journal, batch: Batch, error: OSError) -> Outcome:
+def _failed(journal: Journal, batch: JournalBatch, error: OSError) -> BatchOutcome:
     journal.give_up()
-    return Outcome(batch, error, None, 0, 0)
+    return BatchOutcome(batch, error, None, 0, 0)
 
 
-class Writer:
+class JournalWriter:
     """Calls `done` in the loop's thread when a batch is on disk or has failed; `finish` then says which."""
 
     def __init__(self, journal: Journal, loop: asyncio.AbstractEventLoop, done: Callable[[], None]) -> None:
         self._journal, self._loop, self._done = journal, loop, done
-        self._batch: Batch | None = None
+        self._batch: JournalBatch | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upper-journal")
-        self._written: Future[Outcome] | None = None
+        self._written: Future[BatchOutcome] | None = None
         self._fast = journal.files.disk.writer()
         if self._fast is not None:
             loop.add_reader(self._fast.fileno(), done)
@@ -78,7 +78,7 @@ class Writer:
     def busy(self) -> bool:
         return self._batch is not None
 
-    def start(self, batch: Batch) -> None:
+    def start(self, batch: JournalBatch) -> None:
         self._batch = batch
         if self._fast is not None and not self._journal.is_full(batch.segment_size):
             self._journal.start(self._fast, batch.ticket, batch.clock, batch.records)
@@ -86,8 +86,8 @@ class Writer:
             self._written = self._thread.submit(write, self._journal, batch)
             self._written.add_done_callback(lambda written: self.in_loop(self._arrived, written))
 
-    def finish(self) -> Outcome | None:
-        """What became of the batch, once that is known: this waits. None if nothing is under way."""
+    def finish(self) -> BatchOutcome | None:
+        """Wait for the batch and return its outcome. None if no batch is being written."""
         batch, self._batch = self._batch, None
         if batch is None:
             return None
@@ -99,25 +99,25 @@ class Writer:
             offset, size = self._journal.finish(self._fast, batch.ticket)
         except OSError as error:
             return _failed(self._journal, batch, error)
-        return Outcome(batch, None, self._journal.segments[-1].file, offset, size)
+        return BatchOutcome(batch, None, self._journal.segments[-1].file, offset, size)
 
     def beside(self, step: Callable[[], None], then: Callable[[Future[None]], None]) -> None:
-        """Do something else with the journal where nothing is under way, and go on in the loop's thread."""
+        """Run `step` in the Python thread while no batch is written, then `then` in the loop's thread."""
         self._thread.submit(step).add_done_callback(lambda tried: self.in_loop(then, tried))
 
     def in_loop(self, step: Callable[..., None], *facts: object) -> None:
-        """Go on in the loop's thread, unless it has ended."""
+        """Call `step` in the loop's thread, unless the loop has ended."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(step, *facts)
 
     def close(self) -> None:
-        """Wait for what is under way, and end the threads."""
+        """Wait for the batch being written, and end the threads."""
         self._thread.shutdown()
         if self._fast is not None:
             if not self._loop.is_closed():
                 self._loop.remove_reader(self._fast.fileno())
             self._fast.close()
 
-    def _arrived(self, written: Future[Outcome]) -> None:
-        if written is self._written:  # else somebody waited for it
+    def _arrived(self, written: Future[BatchOutcome]) -> None:
+        if written is self._written:  # else `finish` has returned it already
             self._done()

@@ -1,6 +1,6 @@
 """Numbers with names: opcodes, statuses, data types, features, and each dialect's own numbering.
 
-Calm about codes: a number from a newer peer keeps its value, gets a readable name and travels on.
+A number from a newer peer keeps its value and gets a readable name.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from collections.abc import Mapping
 from enum import Enum, IntFlag
 from typing import Any
 
-from upper.model.reasons import UNKNOWN, EndReason, Open, StreamFlag
+from upper.model.reasons import UNKNOWN, EndReason, OpenEnum, StreamFlag
 from upper.model.values import State
+
+# Names of dialects, for code that must not load their tables: those that a URL selects for change streams,
+# and other names of them.
+SCHEMES = ("upr", "upr0", "tap", "dcp")
+ALIASES = {"couchbase": "dcp"}
 
 
 class Side(Enum):
-    """Who speaks: the one who connected, or the one who was listening."""
+    """The sender of a packet: the client, which connected, or the server."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -24,13 +29,13 @@ class Side(Enum):
         return Side.SERVER if self is Side.CLIENT else Side.CLIENT
 
 
-class _Open(Open):
+class _NumberedEnum(OpenEnum):
     @classmethod
     def name_of(cls, value: int) -> str:
         return f"UNKNOWN_0x{value:02X}"
 
 
-class Opcode(_Open):
+class Opcode(_NumberedEnum):
     """Key-value commands: memcached's own, and what Couchbase added."""
 
     GET = 0x00
@@ -90,11 +95,27 @@ class Opcode(_Open):
     DELETEQ_WITH_META = 0xA9
     GET_CLUSTER_CONFIG = 0xB5
     GET_RANDOM_KEY = 0xB6
+    GET_COLLECTIONS_MANIFEST = 0xBA
+    GET_COLLECTION_ID = 0xBB
+    SUBDOC_GET = 0xC5
+    SUBDOC_EXISTS = 0xC6
+    SUBDOC_DICT_ADD = 0xC7
+    SUBDOC_DICT_UPSERT = 0xC8
+    SUBDOC_DELETE = 0xC9
+    SUBDOC_REPLACE = 0xCA
+    SUBDOC_ARRAY_PUSH_LAST = 0xCB
+    SUBDOC_ARRAY_PUSH_FIRST = 0xCC
+    SUBDOC_ARRAY_INSERT = 0xCD
+    SUBDOC_ARRAY_ADD_UNIQUE = 0xCE
+    SUBDOC_COUNTER = 0xCF
+    SUBDOC_MULTI_LOOKUP = 0xD0
+    SUBDOC_MULTI_MUTATION = 0xD1
+    SUBDOC_GET_COUNT = 0xD2
     GET_ERROR_MAP = 0xFE
 
 
-class Status(_Open):
-    """What a response says about its request."""
+class Status(_NumberedEnum):
+    """The outcome of a request, in its response."""
 
     OK = 0x00
     KEY_NOT_FOUND = 0x01
@@ -118,10 +139,37 @@ class Status(_Open):
     INTERNAL_ERROR = 0x84
     BUSY = 0x85
     TEMPORARY_FAILURE = 0x86
+    UNKNOWN_COLLECTION = 0x88
+    UNKNOWN_SCOPE = 0x8C
+    UNKNOWN_STREAM_ID = 0x8D
+    DURABILITY_INVALID_LEVEL = 0xA0
+    DURABILITY_IMPOSSIBLE = 0xA1
+    SYNC_WRITE_AMBIGUOUS = 0xA3
+    PATH_NOT_FOUND = 0xC0
+    PATH_MISMATCH = 0xC1
+    PATH_INVALID = 0xC2
+    PATH_TOO_DEEP = 0xC3
+    DOCUMENT_TOO_DEEP = 0xC4
+    VALUE_CANNOT_BE_INSERTED = 0xC5
+    DOCUMENT_NOT_JSON = 0xC6
+    NUMBER_OUT_OF_RANGE = 0xC7
+    DELTA_INVALID = 0xC8
+    PATH_EXISTS = 0xC9
+    SUBDOC_INVALID_COMBINATION = 0xCB
+    SUBDOC_PATHS_FAILED = 0xCC
+
+
+class DcpForm(IntFlag):
+    """How DCP sends changes; what a connection has negotiated. 0 is not DCP."""
+
+    PLAIN = 0x01  # expirations as deletions, deletions without their time, no data types
+    DELETE_TIMES = 0x02
+    EXPIRATIONS = 0x04
+    DATA_TYPES = 0x08
 
 
 class DataType(IntFlag):
-    """What a value is, where both sides agreed in HELLO that they tell each other."""
+    """The type of a value, where both sides agreed in HELLO to send it."""
 
     RAW = 0
     JSON = 0x01
@@ -129,7 +177,7 @@ class DataType(IntFlag):
     XATTR = 0x04
 
 
-class Feature(_Open):
+class Feature(_NumberedEnum):
     """What the two ends of a connection may agree on in HELLO."""
 
     DATATYPE = 0x01
@@ -149,6 +197,7 @@ class Feature(_Open):
     ALT_REQUEST = 0x10
     SYNC_REPLICATION = 0x11
     COLLECTIONS = 0x12
+    PRESERVE_EXPIRY = 0x14
 
 
 # ── Each dialect's own numbers ────────────────────────────────────────────────────────────────────
@@ -245,7 +294,7 @@ DCP_END_REASONS = Numbers(
         7: EndReason.FILTER_EMPTY,
         8: EndReason.LOST_PRIVILEGES,
     },
-    also={EndReason.SHUTTING_DOWN: 3},  # DCP has no word for it; a disconnect is what follows
+    also={EndReason.SHUTTING_DOWN: 3},  # DCP has no such reason; a disconnect follows
     tolerant=True,
 )
 
@@ -288,7 +337,7 @@ class TapOption(IntFlag):
 
 
 class TapMark(IntFlag):
-    """What a TAP message says about itself."""
+    """Flags of a TAP message."""
 
     ACK = 0x01
     NO_VALUE = 0x02

@@ -1,4 +1,4 @@
-"""What may stand where a packet has a key or a value: nothing, bytes, a layout, or many of one."""
+"""What the key or the value of a packet may hold: nothing, bytes, a layout, or many of one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ class Content(ABC):
 
     names: tuple[str, ...] = ()
     wanted: str  # ends a sentence that begins with "it"
+
+    @property
+    def presence(self) -> bool | None:
+        """True where it must be there, False where it must not, None where it may."""
+        return True if not self.fits(0) else False if self is NOTHING else None
 
     @abstractmethod
     def fits(self, length: int) -> bool: ...

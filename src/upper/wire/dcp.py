@@ -1,7 +1,7 @@
 """DCP: what UPR shipped as, in Couchbase 3.0 and later, up to the packets of 7.x.
 
-The same ideas on opcodes of their own: a connection is opened by name, a request tells the snapshot
-around its start, a marker tells the bounds of the snapshot that it begins, and nothing ends one.
+The same ideas on opcodes of their own: a connection is opened by name, a request states the
+snapshot around its start, a marker the bounds of the snapshot that it begins, and no message ends one.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Any
 from upper.model.messages import (
     Acknowledged,
     AddStream,
-    Deletion,
-    Expiration,
+    DeletionMessage,
+    ExpirationMessage,
     Extension,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     Open,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
+    SeqnoAck,
     SetState,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StopStream,
     StreamAccepted,
@@ -32,29 +33,29 @@ from upper.model.messages import (
     StreamStart,
     SystemEvent,
 )
-from upper.wire.codes import DCP_END_REASONS, DCP_STREAM_FLAGS, STATES, Side, Status
+from upper.wire.codes import DCP_END_REASONS, DCP_STREAM_FLAGS, STATES, DcpForm, Side, Status
 from upper.wire.content import NOTHING, Fixed, may, must
 from upper.wire.kv import refusals
 from upper.wire.packet import RESPONSE, Layout, const, pad, skip, u8, u16, u32, u64
-from upper.wire.table import Row
+from upper.wire.table import Join, Row
 from upper.wire.upr import DELETION, LOG, UPR, acknowledgements
 
 META = u16("meta_size", counts="extended")
 WITH_METADATA = {"value": may("value"), "tail": "extended"}
 BOUNDS = Layout(u64("start"), u64("end"), u32("kind"))
 BOUNDS_2_0 = BOUNDS.then(u64("max_visible"), u64("high_completed"))
-# Version 2.2 began with the purge seqno alone; later servers also tell how far they had prepared, and the
-# length tells the two forms apart. That the prepared seqno then stands first is not confirmed: it is the
-# order in which Couchbase's source names them. Version 2.1 was withdrawn.
+# Version 2.2 adds the purge seqno and then the high prepared seqno; earlier builds end after the purge seqno,
+# and the length distinguishes the two forms. Version 2.1 was withdrawn.
+# vectors: dcp, "snapshot_marker_v2_2_with_prepared".
 BOUNDS_2_2 = BOUNDS_2_0.then(u64("purged"))
-BOUNDS_2_2_LATER = BOUNDS_2_0.then(u64("high_prepared"), u64("purged"))
+BOUNDS_2_2_LATER = BOUNDS_2_2.then(u64("high_prepared"))
 MARKERS = ((0, BOUNDS_2_0), (2, BOUNDS_2_2), (2, BOUNDS_2_2_LATER))
 
 ANSWERED = (0x50, 0x52, 0x56, 0x57, 0x58, 0x59, 0x5A, 0x5B, 0x5C, 0x5D, 0x5E, 0x5F)
 
 
 class Range:
-    """A consumer that stands at the end of a snapshot asks with an empty range there."""
+    """A consumer at the end of a snapshot requests an empty range there."""
 
     carries: tuple[str, ...] = ("snapshot_start", "snapshot_end")
 
@@ -80,6 +81,11 @@ def kept(name: str, opcode: int) -> Row:
         key=may("key"),
         value=may("value"),
     )
+
+
+def recode(join: Join, records: list[bytes], opaque: int, form: int) -> bytes:
+    """Stored records with DCP's opcodes and longer extras, in the form that the connection negotiated."""
+    return join(records, opaque, dcp=form or DcpForm.PLAIN)
 
 
 DCP = UPR.but(
@@ -114,16 +120,16 @@ DCP = UPR.but(
             value=may("filter"),
             adapter=Range(),
         ),
-        RollbackRequired: Row(
+        RollbackAnswer: Row(
             name="stream_request_rollback",
-            message=RollbackRequired,
+            message=RollbackAnswer,
             opcode=0x53,
             magic=RESPONSE,
             by=Side.SERVER,
             status=Status.ROLLBACK,
             value=Fixed(Layout(u64("seqno"))),
         ),
-        StreamAccepted: UPR.moved(StreamAccepted, 0x53, value=LOG),
+        StreamAccepted: UPR.moved(StreamAccepted, 0x53, value=LOG)[:1],
         FailoverLogRequest: UPR.moved(FailoverLogRequest, 0x54),
         FailoverLogAnswer: UPR.moved(FailoverLogAnswer, 0x54),
         StreamEnd: UPR.moved(StreamEnd, 0x55, extras=Layout(u32("reason", DCP_END_REASONS))),
@@ -141,20 +147,22 @@ DCP = UPR.but(
                 )
             ),
         ],
-        Mutation: UPR.moved(
-            Mutation, 0x57, extras=UPR.layout(Mutation).then(META, u8("nru")), tail="extended"
+        MutationMessage: UPR.moved(
+            MutationMessage, 0x57, extras=UPR.layout(MutationMessage).then(META, u8("nru")), tail="extended"
         ),
-        # Deletions told their metadata at first, and since 5.0 when they happened. The last byte of
+        # Deletions carried metadata at first, and their time since 5.0. The last byte of
         # the second form is a length that collections never came to use.
-        Deletion: [
-            *UPR.moved(Deletion, 0x58, extras=DELETION.then(META), **WITH_METADATA),
-            *UPR.moved(Deletion, 0x58, extras=DELETION.then(u32("deleted_at"), pad(1)), value=may("value")),
+        DeletionMessage: [
+            *UPR.moved(DeletionMessage, 0x58, extras=DELETION.then(META), **WITH_METADATA),
+            *UPR.moved(
+                DeletionMessage, 0x58, extras=DELETION.then(u32("deleted_at"), pad(1)), value=may("value")
+            ),
         ],
-        Expiration: [
-            *UPR.moved(Expiration, 0x59, extras=DELETION.then(META), **WITH_METADATA),
-            *UPR.moved(Expiration, 0x59, extras=DELETION.then(u32("deleted_at")), value=may("value")),
+        ExpirationMessage: [
+            *UPR.moved(ExpirationMessage, 0x59, extras=DELETION.then(META), **WITH_METADATA),
+            *UPR.moved(ExpirationMessage, 0x59, extras=DELETION.then(u32("deleted_at")), value=may("value")),
         ],
-        Flush: UPR.moved(Flush, 0x5A),
+        FlushMessage: UPR.moved(FlushMessage, 0x5A),
         SetState: UPR.moved(SetState, 0x5B, extras=Layout(u8("state", STATES))),
         SystemEvent: Row(
             name="system_event",
@@ -174,7 +182,8 @@ DCP = UPR.but(
         ],
         # What the draft has and DCP has not.
         StreamStart: (),
-        SnapshotEnd: (),
+        SeqnoAck: (),
+        SnapshotEndMessage: (),
         Acknowledged: (
             *acknowledgements(*ANSWERED),
             # ADD_STREAM is answered with the opaque of the stream that it made.
@@ -189,4 +198,5 @@ DCP = UPR.but(
         ),
         Refusal: refusals(0x48, 0x51, 0x53, 0x54, *ANSWERED),
     },
+    recode=recode,
 )

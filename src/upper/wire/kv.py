@@ -1,8 +1,8 @@
 """Key-value: the memcached binary protocol, and what Couchbase added to it.
 
 All commands share two messages, `Request` and `Response`, which keep their extras as bytes; the rows
-name the fields in them, and say which sizes a request may have. Responses are taken as they come: a
-newer server may say more, and a status that is not OK usually comes without extras.
+name the fields in them and declare the sizes of requests. Responses are read whatever their extras are: a
+newer server may send more, and a status other than OK usually has none.
 
 The one exception is 0x48: what it asks (how far is each partition?) belongs to streams as well, so it
 has messages of its own, in every dialect.
@@ -11,26 +11,27 @@ has messages of its own, in every dialect.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from upper.model.messages import Refusal, Request, Response, SeqnosAnswer, SeqnosRequest
-from upper.wire.codes import STATES, WANTED_STATES, Opcode, Side
+from upper.wire.codes import STATES, Opcode, Side
 from upper.wire.content import NOTHING, Content, Many, may, must
-from upper.wire.packet import EMPTY, RESPONSE, Layout, u8, u16, u32, u64
-from upper.wire.table import Dialect, Row
-
-FLAGS = Layout(u32("flags"))
-STORE = Layout(u32("flags"), u32("expiration"))
-COUNT = Layout(u64("delta"), u64("initial"), u32("expiration"))
-EXPIRATION = Layout(u32("expiration"))
-TOKEN = Layout(u64("branch"), u64("seqno"))  # the mutation token, where HELLO asked for it
-WITH_META = Layout(u32("flags"), u32("expiration"), u64("revision"), u64("cas"))
-WITH_META_SIZES = (
-    WITH_META,
-    WITH_META.then(u16("meta_size")),
-    WITH_META.then(u32("options")),
-    WITH_META.then(u32("options"), u16("meta_size")),
+from upper.wire.extras import (
+    COUNT,
+    EXPIRATION,
+    FLAGS,
+    LOCK_TIME,
+    META,
+    PLACE,
+    STATE,
+    STORE,
+    SUBDOC_LIST_SIZES,
+    SUBDOC_PATH_SIZES,
+    TOKEN,
+    WITH_META_SIZES,
 )
-META = Layout(u32("deleted"), u32("flags"), u32("expiration"), u64("revision"))
+from upper.wire.packet import EMPTY, RESPONSE, Layout, u8, u32, u64
+from upper.wire.table import Dialect, Row
 
 KEY, VALUE = must("key"), may("value")
 
@@ -106,10 +107,16 @@ COMMANDS: tuple[Row, ...] = (
     *commands(O.HELLO, key=may("key"), value=VALUE),
     *commands(O.SASL_LIST_MECHS),
     *commands(O.SASL_AUTH, O.SASL_STEP, key=KEY, value=VALUE),
-    *commands(O.SELECT_BUCKET, key=may("key")),
-    *commands(O.GET_CLUSTER_CONFIG, extras=(EMPTY, Layout(u64("epoch"), u64("revision")))),
-    *commands(O.GET_ERROR_MAP, value=must("value")),
-    *commands(O.GET_LOCKED, extras=(EMPTY, Layout(u32("lock_time"))), key=KEY, answer=(FLAGS,)),
+    *commands(O.SELECT_BUCKET, key=KEY),
+    # Older clients send a bucket's name with it.
+    *commands(
+        O.GET_CLUSTER_CONFIG,
+        extras=(EMPTY, Layout(u64("epoch"), u64("revision"))),
+        key=may("key"),
+        value=VALUE,
+    ),
+    *commands(O.GET_ERROR_MAP, value=VALUE),
+    *commands(O.GET_LOCKED, extras=(EMPTY, LOCK_TIME), key=KEY, answer=(FLAGS,)),
     *commands(O.UNLOCK_KEY, key=KEY),
     *commands(
         O.GET_META,
@@ -130,6 +137,33 @@ COMMANDS: tuple[Row, ...] = (
         value=VALUE,
         answer=(TOKEN,),
     ),
+    *commands(
+        O.SUBDOC_GET,
+        O.SUBDOC_EXISTS,
+        O.SUBDOC_DICT_ADD,
+        O.SUBDOC_DICT_UPSERT,
+        O.SUBDOC_DELETE,
+        O.SUBDOC_REPLACE,
+        O.SUBDOC_ARRAY_PUSH_LAST,
+        O.SUBDOC_ARRAY_PUSH_FIRST,
+        O.SUBDOC_ARRAY_INSERT,
+        O.SUBDOC_ARRAY_ADD_UNIQUE,
+        O.SUBDOC_COUNTER,
+        O.SUBDOC_GET_COUNT,
+        extras=SUBDOC_PATH_SIZES,
+        key=KEY,
+        value=VALUE,
+        answer=(TOKEN,),
+    ),
+    *commands(
+        O.SUBDOC_MULTI_LOOKUP,
+        O.SUBDOC_MULTI_MUTATION,
+        extras=SUBDOC_LIST_SIZES,
+        key=KEY,
+        value=must("value"),
+        answer=(TOKEN,),
+    ),
+    *commands(O.GET_COLLECTIONS_MANIFEST, O.GET_COLLECTION_ID, key=may("key"), value=VALUE),
     *commands(O.OBSERVE, O.OBSERVE_SEQNO, value=must("value")),
     *commands(O.GET_RANDOM_KEY, extras=(EMPTY, Layout(u32("collection"))), answer=(FLAGS,)),
     *commands(
@@ -139,11 +173,12 @@ COMMANDS: tuple[Row, ...] = (
     *commands(O.DELETE_VBUCKET, value=VALUE),
 )
 
-SEQNOS = Many("seqnos", Layout(u16("partition"), u64("seqno")), lambda *pair: pair, lambda pair: pair)
+SEQNOS = Many("seqnos", PLACE, lambda *pair: pair, lambda pair: pair)
+REQUIRED_SEQNOS = Many("seqnos", PLACE, lambda *pair: pair, lambda pair: pair, required=True)
 
 
 def refusals(*opcodes: int, by: Side | None = Side.SERVER) -> tuple[Row, ...]:
-    """The rows that say no to requests with these opcodes: a status, and a sentence as value."""
+    """The rows that refuse requests with these opcodes: a status, and a sentence as value."""
     return tuple(
         Row(
             name="refusal",
@@ -162,14 +197,8 @@ KV = Dialect(
     "kv",
     {
         SeqnosRequest: [
-            Row(name="get_all_vb_seqnos", message=SeqnosRequest, opcode=0x48, by=Side.CLIENT),
-            Row(
-                name="get_all_vb_seqnos",
-                message=SeqnosRequest,
-                opcode=0x48,
-                by=Side.CLIENT,
-                extras=Layout(u32("state", WANTED_STATES)),
-            ),
+            Row(name="get_all_vb_seqnos", message=SeqnosRequest, opcode=0x48, by=Side.CLIENT, extras=extras)
+            for extras in (EMPTY, STATE, STATE.then(u32("collection")))
         ],
         SeqnosAnswer: Row(
             name="get_all_vb_seqnos_response",
@@ -184,7 +213,7 @@ KV = Dialect(
         Request: [row for row in COMMANDS if row.message is Request],
         Response: [row for row in COMMANDS if row.message is Response],
     },
-    stranger=Row(
+    fallback=Row(
         name="response",
         message=Response,
         opcode=0,
@@ -195,3 +224,18 @@ KV = Dialect(
         value=VALUE,
     ),
 )
+
+
+class RequestShape(NamedTuple):
+    """The parts of a request: sizes of extras; whether key and value must (True) or may (None) be there."""
+
+    extras: tuple[int, ...]
+    key: bool | None
+    value: bool | None
+
+
+def shape(opcode: int) -> RequestShape:
+    """The parts of a key-value request, as its rows declare them."""
+    rows = [row for kind in (Request, SeqnosRequest) for row in KV.rows[kind] if row.opcode == opcode]
+    sizes = tuple(sorted({layout.size for row in rows for layout in row.layouts}))
+    return RequestShape(sizes, rows[0].key.presence, rows[0].value.presence)

@@ -1,27 +1,29 @@
 """The 24-byte header, and layouts: fixed runs of big-endian fields.
 
 A `Layout` is declared once, and packing, unpacking, length checks, the printed field tables and the
-reference page all come from the declaration. Nothing here knows what any packet means, and nothing
+reference page all come from the declaration. Nothing here depends on what a packet means, and nothing
 here allocates by a length that a peer claimed: lengths are compared with what has arrived.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from upper.errors import BadLength, BadMagic, LocalProtocolError, ReservedBits, TooLarge, Truncated
-
-HEADER = struct.Struct(">BBHBBHIIQ")
-HEADER_SIZE = 24
-REQUEST = 0x80
-RESPONSE = 0x81
-MAX_VALUE = 20 * 1024 * 1024
-MAX_BODY = MAX_VALUE + 64 * 1024  # the longest key, extras and engine bytes fit into the headroom
+from upper.record.layout import AT_BODY
+from upper.record.layout import HEADER as HEADER
+from upper.record.layout import HEADER_SIZE as HEADER_SIZE
+from upper.record.layout import MAX_BODY as MAX_BODY
+from upper.record.layout import MAX_VALUE as MAX_VALUE
+from upper.record.layout import REQUEST as REQUEST
+from upper.record.layout import RESPONSE as RESPONSE
 
 Bytes = bytes | bytearray | memoryview
+MAGICS = (REQUEST, RESPONSE)
+ALTERNATIVE = 0x08  # a request with framing extras: see `frame_info`
 
 
 class Header(NamedTuple):
@@ -62,26 +64,32 @@ def header(data: Bytes, at: int = 0, *, max_body: int = MAX_BODY, base: int = 0)
             at=base + len(data),
         )
     head = Header._make(HEADER.unpack_from(data, at))
-    if head.magic not in (REQUEST, RESPONSE):
-        raise BadMagic(
-            f"magic 0x{head.magic:02x} begins no packet; expected 0x80 (request) or 0x81 (response)",
-            at=base + at,
-        )
+    if head.magic not in MAGICS:
+        raise bad_magic(head.magic, base + at)
     if head.extras_length + head.key_length > head.body:
-        raise BadLength(
-            f"extras ({head.extras_length}) and key ({head.key_length}) are longer"
-            f" than the total body ({head.body})",
-            at=base + at + 8,
-        )
+        raise bad_length(head.extras_length, head.key_length, head.body, base + at + AT_BODY)
     if head.body > max_body:
-        raise TooLarge(
-            f"a body of {head.body} bytes is more than the {max_body} accepted here", at=base + at + 8
-        )
+        raise too_large(head.body, max_body, base + at + AT_BODY)
     return head
 
 
+# The errors of every piece of code that cuts packets, the kernels included.
+
+
+def bad_magic(byte: int, at: int) -> BadMagic:
+    return BadMagic(f"magic 0x{byte:02x} begins no packet; expected 0x80 (request) or 0x81 (response)", at=at)
+
+
+def bad_length(extras: int, key: int, total: int, at: int) -> BadLength:
+    return BadLength(f"extras ({extras}) and key ({key}) are longer than the total body ({total})", at=at)
+
+
+def too_large(total: int, limit: int, at: int) -> TooLarge:
+    return TooLarge(f"a body of {total} bytes is more than the {limit} accepted here", at=at)
+
+
 def peek(data: Bytes, at: int = 0) -> Header | None:
-    """The header at `at` as it stands, checked for nothing; None where fewer than 24 bytes are there."""
+    """The header at `at`, without any check; None where fewer than 24 bytes are there."""
     return Header._make(HEADER.unpack_from(data, at)) if len(data) - at >= HEADER_SIZE else None
 
 
@@ -173,7 +181,7 @@ def u64(name: str, codes: Codes | None = None) -> Field:
 
 
 def const(name: str, number: int) -> Field:
-    """One byte that tells layouts of the same size apart."""
+    """One byte that distinguishes layouts of the same size."""
     return Field(name, "B", 1, const=number)
 
 
@@ -235,6 +243,22 @@ class Layout:
         """The fields as the numbers on the wire."""
         return dict(zip(self.names, self._struct.unpack_from(data, at), strict=True))
 
+    def read(self, data: Bytes, at: int = 0) -> tuple[int, ...]:
+        """The numbers alone, in order. The caller has checked that all bytes are there."""
+        return self._struct.unpack_from(data, at)
+
+    def build(self, *numbers: int) -> bytes:
+        """The bytes of these numbers, in order."""
+        return self._struct.pack(*numbers)
+
+    def read_all(self, data: Bytes) -> Iterator[tuple[int, ...]]:
+        """The numbers of one layout behind the other."""
+        return self._struct.iter_unpack(data)
+
+    def request(self) -> struct.Struct:
+        """A header and these extras behind it, for requests that are packed by the thousand."""
+        return struct.Struct(HEADER.format + self._struct.format[1:])
+
     def unpack(self, data: Bytes, at: int = 0, *, base: int = 0) -> dict[str, Any]:
         """The fields as messages have them. The caller has checked that all bytes are there."""
         for begin, end in self._pads:
@@ -252,7 +276,7 @@ class Layout:
                 values[name] = codes.read(values[name])
             except LookupError as error:
                 raise ReservedBits(
-                    f"{values[name]} is not a {name} that this side knows", at=base + at + self.span(name)[0]
+                    f"{values[name]} is not a known {name}", at=base + at + self.span(name)[0]
                 ) from error
         return values
 

@@ -1,6 +1,6 @@
-"""Packets for people: every field of a packet with its offsets, as the specifications print them.
+"""Printing packets: every field with its offsets, as the specifications print them.
 
-The lines come from the same rows that read and write packets; nothing here knows a layout of its own.
+The lines come from the same rows that read and write packets; no layout is stated here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST = 48  # bytes of a key or a value that a table shows
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One field: where it stands in its packet and what it says."""
+    """One field: its place in the packet and its value."""
 
     name: str
     start: int
@@ -47,7 +47,7 @@ class Picture:
     head: Header
     names_partition: bool
     extras: dict[str, int]
-    typed: dict[str, int]  # what the data-type byte says beyond the name
+    typed: dict[str, int]  # the meaning of the data-type byte, where the name does not give it
     key: bytes
     value: bytes
     lines: tuple[Line, ...]
@@ -82,13 +82,13 @@ class Picture:
 
 def guess(head: Header, before: Dialect | None = None) -> tuple[Dialect, ...]:
     """Which dialects a packet may be of, the likeliest first. `before` is what the packet before it was."""
-    if (told := family(head)) is not None:
-        return (told,)
+    if (only := family(head)) is not None:
+        return (only,)
     if head.magic == RESPONSE and 0x02 <= head.opcode <= 0x05 and head.data_type:
         return (UPR0,)
     if before is not None and before is not KV:
         return (before, UPR, DCP, TAP, KV)
-    return (KV, UPR0) if KV.knows(head) else (UPR, DCP, TAP, KV)
+    return (KV, UPR0) if KV.has_row(head) else (UPR, DCP, TAP, KV)
 
 
 def pictures(data: bytes, dialect: Dialect | None = None) -> Iterator[Picture]:
@@ -163,7 +163,7 @@ def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
 
 
 def _typed(row: Row, head: Header) -> dict[str, int]:
-    """In UPR/0 the byte is a sub-type, which the name of the packet tells already, or a reason."""
+    """In UPR/0 the byte is a sub-type, which the name of the packet gives already, or a reason."""
     if isinstance(row.data_type, Field):
         return {row.data_type.name: head.data_type}
     return {"data_type": head.data_type} if row.data_type is None and head.data_type else {}

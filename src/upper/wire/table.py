@@ -1,7 +1,7 @@
 """Rows and dialects: one row makes both the encoder and the decoder of one kind of packet.
 
-A `Row` says which packets are its own (magic, opcode, data type, status, speaker, sizes) and which
-attribute of a message stands where. A `Dialect` is a set of rows, and usually a difference from its
+A `Row` declares which packets are its own (magic, opcode, data type, status, sender, sizes) and which
+attribute of a message is where. A `Dialect` is a set of rows, and usually a difference from its
 parent. The rows of a packet are tried in order and the first that fits reads it; when none fits, the
 one that came closest explains why not, and at which byte.
 """
@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 from upper.errors import BadLength, LocalProtocolError, ProtocolError, ReservedBits, Truncated, UnknownOpcode
 from upper.model.messages import Message
+from upper.wire.capabilities import Capabilities, capabilities
 from upper.wire.codes import Side
 from upper.wire.content import NOTHING, Content
 from upper.wire.packet import (
@@ -74,23 +75,24 @@ class Row:
     accepts: tuple[Layout, ...] = ()  # other extras that are read, and sent only where raw
     raw: bool = False  # the message keeps its extras as bytes; the layouts only name them
     any_extras: bool = False
-    data_type: int | Field | None = None  # a number tells rows apart; a field is a code of its own
+    data_type: int | Field | None = None  # a number distinguishes rows; a field is a code of its own
     status: int | None = None  # of responses; None is any
     failed: bool = False  # of responses: any status but OK
     by: Side | None = None  # who may send it; None is either
-    sample: bool = False  # printed in a specification, never spoken on a connection
+    sample: bool = False  # printed in a specification, never sent on a connection
     key: Content = NOTHING
     value: Content = NOTHING
     front: str | None = None  # bytes between extras and key; a field counts them
     tail: str | None = None  # bytes behind the value; a field counts them
     vbucket: bool | None = None  # whether that header field names a partition; None: in requests only
-    fixed: Mapping[str, Any] = field(default_factory=dict)  # what the packet says by being this one
-    assumed: Mapping[str, Any] = field(default_factory=dict)  # what the packet cannot say
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # what the packet means by being this one
+    assumed: Mapping[str, Any] = field(default_factory=dict)  # what the packet has no field for
     adapter: Adapter | None = None
     read_only: bool = False  # understood, and never sent
 
     _layouts: dict[int, Layout] = field(init=False)
     _attributes: frozenset[str] = field(init=False)
+    _carried: frozenset[str] = field(init=False)
     _lost: tuple[tuple[str, Any], ...] = field(init=False)
     _header: tuple[bool, bool, bool, bool] = field(init=False)
     _counts: tuple[tuple[str, str], ...] = field(init=False)
@@ -128,12 +130,17 @@ class Row:
             carried.add("extras")
         if self.adapter:
             carried.update(self.adapter.carries)
+        put("_carried", frozenset(carried))
         put("_lost", tuple((name, default) for name, default in attributes.items() if name not in carried))
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Every extras layout that is read, the one that is sent first."""
         return (self.extras, *self.accepts)
+
+    def carries(self, attribute: str) -> bool:
+        """Whether this attribute of the message has a place in the packet."""
+        return attribute in self._carried
 
     # Reading
 
@@ -142,7 +149,7 @@ class Row:
         if by is not None and (self.sample or self.by not in (None, by)):
             raise _Misfit(
                 _Part.SPEAKER,
-                UnknownOpcode(f"opcode 0x{head.opcode:02x} is not for the {by.value} to say", at=base + 1),
+                UnknownOpcode(f"opcode 0x{head.opcode:02x} is not sent by a {by.value}", at=base + 1),
             )
         if isinstance(self.data_type, int):
             wrong = head.data_type != self.data_type
@@ -228,14 +235,14 @@ class Row:
     def _cut(self, at: int, count: int, end: int, part: str, base: int) -> int:
         if at + count > end:
             raise BadLength(
-                f"{count} bytes of {part} announced in a {self.name} that has room for {end - at}",
+                f"{count} bytes of {part} announced in a {self.name} that has {end - at}",
                 at=base + HEADER_SIZE,
             )
         return at + count
 
     # Writing
 
-    def can_say(self, message: Message) -> bool:
+    def can_encode(self, message: Message) -> bool:
         return all(getattr(message, name) == value for name, value in self.fixed.items())
 
     def losses(self, message: Message) -> int:
@@ -279,9 +286,9 @@ class Row:
                 cas=message.cas if cas else 0,
             )
         except LookupError as error:
-            raise LocalProtocolError(f"a {self.name} cannot say {error}") from error
+            raise LocalProtocolError(f"a {self.name} cannot express {error}") from error
         except TypeError as error:
-            raise LocalProtocolError(f"a {self.name} lacks something that it must say: {error}") from error
+            raise LocalProtocolError(f"a {self.name} lacks a required value: {error}") from error
 
 
 # ── Dialects ──────────────────────────────────────────────────────────────────────────────────────
@@ -289,15 +296,29 @@ class Row:
 Rows = Mapping[type[Any], Row | Iterable[Row]]
 
 
-class Dialect:
+class Join(Protocol):
+    """`kernel.join`: records one behind the other, each with this opaque, in UPR's form or one of DCP's."""
+
+    def __call__(self, records: list[bytes], opaque: int, *, dcp: int = 0) -> bytes: ...
+
+
+# Stored records as packets of a dialect; the last argument is the form, where the dialect has several.
+Recode = Callable[[Join, list[bytes], int, int], bytes]
+
+
+class Dialect(Capabilities):
     """A set of rows. Reads any packet and writes any message that it has a row for."""
 
-    def __init__(self, name: str, rows: Rows, *, stranger: Row | None = None) -> None:
+    def __init__(
+        self, name: str, rows: Rows, *, fallback: Row | None = None, recode: Recode | None = None
+    ) -> None:
         self.name = name
+        self.recode = recode  # None: changes are sent as they are stored
         self.rows: dict[type[Any], tuple[Row, ...]] = {
             message: (given,) if isinstance(given, Row) else tuple(given) for message, given in rows.items()
         }
-        self._stranger = stranger
+        super().__init__(**vars(capabilities(self.rows)))
+        self._fallback = fallback
         self._reading: dict[tuple[int, int], list[Row]] = {}
         self._writing: dict[tuple[type[Any], int | None], list[Row]] = {}
         for row in self.all_rows():
@@ -308,10 +329,10 @@ class Dialect:
     def __repr__(self) -> str:
         return f"<dialect {self.name}>"
 
-    def but(self, name: str, changes: Rows) -> Dialect:
+    def but(self, name: str, changes: Rows, *, recode: Recode | None = None) -> Dialect:
         """A dialect that differs from this one: rows that replace, rows that are new, () for none."""
         kept = {message: rows for message, rows in self.rows.items() if message not in changes}
-        return Dialect(name, {**changes, **kept}, stranger=self._stranger)
+        return Dialect(name, {**changes, **kept}, fallback=self._fallback, recode=recode)
 
     def moved(self, message: type[Any], opcode: int, **different: Any) -> tuple[Row, ...]:
         """The rows of a message at another opcode, and with whatever else is different there."""
@@ -325,7 +346,11 @@ class Dialect:
         """The extras that carry a message."""
         return self.rows[message][0].extras
 
-    def knows(self, head: Header) -> bool:
+    def opcode(self, message: type[Any]) -> int:
+        """The opcode that carries a message."""
+        return self.rows[message][0].opcode
+
+    def has_row(self, head: Header) -> bool:
         return (head.magic, head.opcode) in self._reading
 
     def row(self, head: Header, *, by: Side | None = None, base: int = 0) -> Row:
@@ -340,8 +365,8 @@ class Dialect:
                 return row
         if misfits:
             raise self._closest(misfits, head, base)
-        if self._stranger is not None and head.magic == self._stranger.magic:
-            return self._stranger
+        if self._fallback is not None and head.magic == self._fallback.magic:
+            return self._fallback
         raise UnknownOpcode(f"opcode 0x{head.opcode:02x} means nothing in {self.name}", at=base + 1)
 
     def _closest(self, misfits: list[tuple[Row, _Misfit]], head: Header, base: int) -> ProtocolError:
@@ -371,14 +396,14 @@ class Dialect:
         kind = type(message)
         rows = self._writing.get((kind, getattr(message, "opcode", None)))
         if rows is None:
-            if self._stranger is not None and kind is self._stranger.message:
-                return self._stranger.write(message)
+            if self._fallback is not None and kind is self._fallback.message:
+                return self._fallback.write(message)
             raise LocalProtocolError(f"{self.name} has no packet for {kind.__name__}; use another dialect")
         if len(rows) == 1 and not rows[0].fixed:
             return rows[0].write(message)
-        # A dialect that cannot say everything drops what it has no room for; of several packets, the
-        # first that drops least.
-        able = [row for row in rows if not row.read_only and row.can_say(message)]
+        # A dialect drops attributes that it has no field for; of several packets, the first that drops
+        # least.
+        able = [row for row in rows if not row.read_only and row.can_encode(message)]
         if not able:
             raise LocalProtocolError(f"{self.name} has no packet for this {kind.__name__}")
         return min(able, key=lambda row: row.losses(message)).write(message)

@@ -8,20 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from struct import pack, unpack_from
+from struct import Struct, pack, unpack_from
 from typing import Any
 
 from upper.errors import BadLength, ReservedBits
 from upper.model.messages import (
     Acknowledged,
-    Deletion,
-    Flush,
-    Mutation,
+    DeletionMessage,
+    FlushMessage,
+    MutationMessage,
     Refusal,
     SetState,
     Tap,
     TapConnect,
     TapOpaque,
+)
+from upper.record.layout import (
+    AT_DATA_TYPE,
+    AT_FLAGS,
+    AT_LOCK_TIME,
+    AT_OPCODE,
+    DELETION_HEAD,
+    MUTATION,
+    MUTATION_HEAD,
+    REQUEST,
 )
 from upper.wire.codes import STATES, TAP_MARKS, TAP_OPTIONS, Side, TapMark, TapOption
 from upper.wire.content import NOTHING, Content, Fixed, may, must
@@ -59,7 +69,7 @@ class Options:
 
     def to_model(self, found: dict[str, Any], *, at: int) -> dict[str, Any]:
         flags, values = found.pop("flags"), found.pop("options")
-        # A flag that we do not know may bring a value, and nothing tells where that would end.
+        # An unknown flag may bring a value of unknown length.
         if flags >> 32:
             raise ReservedBits(f"connect flags 0x{flags >> 32:x} are not known here", at=at + HEADER_SIZE)
         rest = self._values(flags, values, found)
@@ -89,7 +99,7 @@ class Options:
 
 
 class Around:
-    """What stands around every message of a TAP stream: flags, hops left, engine bytes."""
+    """The fields that every message of a TAP stream has: flags, hops left, engine bytes."""
 
     carries: tuple[str, ...] = ("request_ack", "tap")
 
@@ -116,7 +126,7 @@ OPTIONS = u32("flags", TAP_OPTIONS)
 AROUND = Layout(u16("engine_size", counts="engine"), u16("tap_flags", TAP_MARKS), u8("ttl"), pad(3))
 
 
-def said(
+def streamed(
     message: type[Any],
     name: str,
     opcode: int,
@@ -161,19 +171,52 @@ TAP = KV.but(
     "tap",
     {
         TapConnect: connects(),
-        Mutation: said(
-            Mutation,
+        MutationMessage: streamed(
+            MutationMessage,
             "mutation",
             0x41,
             extras=AROUND.then(u32("flags"), u32("expiration")),
             key=must("key"),
             value=may("value"),
         ),
-        Deletion: said(Deletion, "deletion", 0x42, key=must("key")),
-        Flush: said(Flush, "flush", 0x43),
-        TapOpaque: said(TapOpaque, "opaque", 0x44, key=may("key"), value=may("value")),
-        SetState: said(SetState, "vbucket_set", 0x45, value=Fixed(Layout(u32("state", STATES)))),
+        DeletionMessage: streamed(DeletionMessage, "deletion", 0x42, key=must("key")),
+        FlushMessage: streamed(FlushMessage, "flush", 0x43),
+        TapOpaque: streamed(TapOpaque, "opaque", 0x44, key=may("key"), value=may("value")),
+        SetState: streamed(SetState, "vbucket_set", 0x45, value=Fixed(Layout(u32("state", STATES)))),
         Acknowledged: acknowledgements(0x40, 0x41, 0x42, 0x43, 0x44, 0x45),
         Refusal: (*refusals(0x40, 0x48), *refusals(0x41, 0x42, 0x43, 0x44, 0x45, by=Side.CLIENT)),
     },
 )
+
+
+_FIELDS = Struct(">xxHxxHxxxxxxxxQ")  # of a stored change: key length, partition, CAS
+_CHANGE = Struct(">BBHBBHIIQHHB3x")  # header and fields of every message, without engine bytes
+_ANY_HOPS = Tap().ttl
+
+
+def tap_change(record: bytes, opaque: int, *, ack: bool = False, value: bool = True) -> bytes:
+    """A stored change as a message, without building the message: a backfill consists of these."""
+    key_length, partition, cas = _FIELDS.unpack_from(record)
+    marks = _ACK if ack else 0
+    if record[AT_OPCODE] != MUTATION:
+        return (
+            _CHANGE.pack(
+                REQUEST, 0x42, key_length, 8, 0, partition, 8 + key_length, opaque, cas, 0, marks, _ANY_HOPS
+            )
+            + record[DELETION_HEAD:]
+        )  # fmt: skip
+    if value:
+        data_type, end = record[AT_DATA_TYPE], len(record)
+    else:
+        data_type, end, marks = 0, MUTATION_HEAD + key_length, marks | _NO_VALUE
+    return (
+        _CHANGE.pack(
+            REQUEST, 0x41, key_length, 16, data_type, partition, 16 + end - MUTATION_HEAD, opaque, cas, 0,
+            marks, _ANY_HOPS,
+        )
+        + record[AT_FLAGS:AT_LOCK_TIME]
+        + record[MUTATION_HEAD:end]
+    )  # fmt: skip
+
+
+_ACK, _NO_VALUE = int(TapMark.ACK), int(TapMark.NO_VALUE)

@@ -1,30 +1,27 @@
 """UPR: the draft as 001 prints it, with what this project added on opcodes that it leaves free.
 
-Every message of a stream carries the opaque of its request, and nobody answers the producer.
+Every message of a stream carries the opaque of its request, and the consumer does not answer the producer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from struct import Struct
-
-from upper.errors import BadLength
 from upper.model.messages import (
     Acknowledged,
     BufferAck,
     Control,
-    Deletion,
-    Expiration,
+    DeletionMessage,
+    ExpirationMessage,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     Noop,
     Refusal,
-    RollbackRequired,
+    RollbackAnswer,
+    SeqnoAck,
     SeqnoAdvanced,
     SetState,
-    SnapshotEnd,
+    SnapshotEndMessage,
     SnapshotMarker,
     StopStream,
     StreamAccepted,
@@ -35,7 +32,7 @@ from upper.model.messages import (
 from upper.model.values import Version
 from upper.wire.codes import UPR_END_REASONS, UPR_STATES, UPR_STREAM_FLAGS, Side, Status
 from upper.wire.content import Fixed, Many, may, must
-from upper.wire.kv import KV, refusals
+from upper.wire.kv import KV, REQUIRED_SEQNOS, refusals
 from upper.wire.packet import RESPONSE, Layout, pad, skip, u8, u32, u64
 from upper.wire.table import Row
 
@@ -48,21 +45,7 @@ REASON = Layout(u32("reason", UPR_END_REASONS))
 
 VERSION = Layout(u64("branch"), u64("seqno"))
 LOG = Many("versions", VERSION, Version, lambda version: (version.branch, version.seqno), required=True)
-PAIR = Struct(">QQ")
 OPTIONAL_LOG = Many("versions", VERSION, Version, lambda version: (version.branch, version.seqno))
-
-
-def pack_log(versions: Iterable[Version]) -> bytes:
-    """A failover log as every dialect sends it: 16 bytes a version, newest first."""
-    return b"".join(PAIR.pack(version.branch, version.seqno) for version in versions)
-
-
-def unpack_log(data: bytes) -> tuple[Version, ...]:
-    return tuple(LOG.read(data, at=0)["versions"]) if LOG.fits(len(data)) else _no_log(data)
-
-
-def _no_log(data: bytes) -> tuple[Version, ...]:
-    raise BadLength(f"a failover log of {len(data)} bytes; it has 16 for each of its versions", at=0)
 
 
 ANSWERED = (0x53, 0x5C, 0x5D, 0x5E)  # what an empty OK may answer
@@ -86,22 +69,24 @@ UPR = KV.but(
             extras=STREAM_REQUEST,
             key=may("name"),
         ),
-        # 001 says that the response must not have extras, and its example of a rollback has eight
+        # 001 requires that the response has no extras, and its example of a rollback has eight
         # bytes of them. We send what the example shows, and read the seqno as a value too, which is
-        # how it later shipped. vectors: upr, "stream_request_rollback".
-        RollbackRequired: [
+        # how it later shipped. vectors: upr, "stream_request_rollback". A replica (flag 0x10) also gets the
+        # failover log (002), as value behind the extras: "stream_request_rollback_with_log".
+        RollbackAnswer: [
             Row(
                 name="stream_request_rollback",
-                message=RollbackRequired,
+                message=RollbackAnswer,
                 opcode=0x50,
                 magic=RESPONSE,
                 by=Side.SERVER,
                 status=Status.ROLLBACK,
                 extras=Layout(u64("seqno")),
+                value=OPTIONAL_LOG,
             ),
             Row(
                 name="stream_request_rollback",
-                message=RollbackRequired,
+                message=RollbackAnswer,
                 opcode=0x50,
                 magic=RESPONSE,
                 by=Side.SERVER,
@@ -110,16 +95,21 @@ UPR = KV.but(
                 read_only=True,
             ),
         ],
-        # Printed empty. The log comes along where the request asked for it (003).
-        StreamAccepted: Row(
-            name="stream_request_ok",
-            message=StreamAccepted,
-            opcode=0x50,
-            magic=RESPONSE,
-            by=Side.SERVER,
-            status=0,
-            value=OPTIONAL_LOG,
-        ),
+        # Printed empty. The log comes along where the request asked for it (003). A replica (flag 0x10) also
+        # gets the purge seqno, as extras: a copy that is filled from 0 is as complete as its source.
+        StreamAccepted: [
+            Row(
+                name="stream_request_ok",
+                message=StreamAccepted,
+                opcode=0x50,
+                magic=RESPONSE,
+                by=Side.SERVER,
+                status=0,
+                extras=extras,
+                value=OPTIONAL_LOG,
+            )
+            for extras in (Layout(), Layout(u64("purged")))
+        ],
         FailoverLogRequest: Row(
             name="failover_log_request", message=FailoverLogRequest, opcode=0x51, by=Side.CLIENT
         ),
@@ -135,7 +125,7 @@ UPR = KV.but(
         StreamStart: Row(name="stream_start", message=StreamStart, opcode=0x52, by=Side.SERVER),
         StreamEnd: Row(name="stream_end", message=StreamEnd, opcode=0x53, by=Side.SERVER, extras=REASON),
         # The draft has no way to stop a stream. Ours is the consumer's own 0x53; four bytes, as a
-        # STREAM_END has, are read and mean nothing. Who speaks tells the two apart.
+        # STREAM_END has, are read and mean nothing. The sender distinguishes the two.
         StopStream: Row(
             name="stop_stream",
             message=StopStream,
@@ -144,30 +134,35 @@ UPR = KV.but(
             accepts=(Layout(skip(4)),),
         ),
         SnapshotMarker: Row(name="snapshot_start", message=SnapshotMarker, opcode=0x54, by=Side.SERVER),
-        SnapshotEnd: Row(name="snapshot_end", message=SnapshotEnd, opcode=0x55, by=Side.SERVER),
+        SnapshotEndMessage: Row(name="snapshot_end", message=SnapshotEndMessage, opcode=0x55, by=Side.SERVER),
         # The example's header claims a body of 0x27 bytes; its fields make 0x26, for "world" is five
         # letters and not six. We send what is there. vectors: upr, "mutation".
-        Mutation: Row(
+        MutationMessage: Row(
             name="mutation",
-            message=Mutation,
+            message=MutationMessage,
             opcode=0x56,
             by=Side.SERVER,
             extras=MUTATION,
             key=must("key"),
             value=may("value"),
         ),
-        Deletion: Row(
-            name="deletion", message=Deletion, opcode=0x57, by=Side.SERVER, extras=DELETION, key=must("key")
+        DeletionMessage: Row(
+            name="deletion",
+            message=DeletionMessage,
+            opcode=0x57,
+            by=Side.SERVER,
+            extras=DELETION,
+            key=must("key"),
         ),
-        Expiration: Row(
+        ExpirationMessage: Row(
             name="expiration",
-            message=Expiration,
+            message=ExpirationMessage,
             opcode=0x58,
             by=Side.SERVER,
             extras=DELETION,
             key=must("key"),
         ),
-        Flush: Row(name="flush", message=Flush, opcode=0x59, by=Side.SERVER),
+        FlushMessage: Row(name="flush", message=FlushMessage, opcode=0x59, by=Side.SERVER),
         SetState: Row(
             name="set_vbucket_state",
             message=SetState,
@@ -175,7 +170,7 @@ UPR = KV.but(
             by=Side.SERVER,
             extras=Layout(u8("state", UPR_STATES)),
         ),
-        # As it later shipped: a filtered stream says with it how far history went, before SNAPSHOT_END.
+        # As it later shipped: a filtered stream states with it how far history went, before SNAPSHOT_END.
         SeqnoAdvanced: Row(
             name="seqno_advanced",
             message=SeqnoAdvanced,
@@ -187,6 +182,8 @@ UPR = KV.but(
         BufferAck: Row(
             name="buffer_ack", message=BufferAck, opcode=0x5D, by=Side.CLIENT, extras=Layout(u32("size"))
         ),
+        # A replica reports the snapshot ends that are on its disk. Answered only where it is refused.
+        SeqnoAck: Row(name="seqno_ack", message=SeqnoAck, opcode=0x66, by=Side.CLIENT, value=REQUIRED_SEQNOS),
         Control: Row(
             name="control",
             message=Control,
@@ -196,6 +193,6 @@ UPR = KV.but(
             value=may("setting"),
         ),
         Acknowledged: acknowledgements(*ANSWERED),
-        Refusal: refusals(0x48, 0x50, 0x51, *ANSWERED),
+        Refusal: refusals(0x48, 0x50, 0x51, 0x66, *ANSWERED),
     },
 )

@@ -2,7 +2,7 @@
 vbucket stays in its field in both directions, so responses have no status at all.
 
 Six of its printed packets carry lengths that do not add up. In every case the bytes that follow are
-clear and the header is not, so the header gives way; the reason stands at each row.
+clear and the header is not, so the header is ignored; the reason is stated at each row.
 
 A client that also sends key-value commands on such a connection cannot tell the answer to a REPLACE
 from a STREAM BEGIN (both are 0x81 0x03 with data type 0): here it is always the latter.
@@ -14,28 +14,42 @@ from dataclasses import replace
 from typing import Any
 
 from upper.model.messages import (
-    Deletion,
-    Expiration,
+    DeletionMessage,
+    ExpirationMessage,
     FailoverLogAnswer,
     FailoverLogRequest,
-    Flush,
-    Mutation,
+    FlushMessage,
+    MutationMessage,
     Refusal,
     Request,
     Response,
-    RollbackRequired,
-    SnapshotEnd,
+    RollbackAnswer,
+    SnapshotEndMessage,
     SnapshotMarker,
     StreamAccepted,
     StreamEnd,
     StreamRequest,
     StreamStart,
 )
+from upper.record.layout import (
+    AT_BODY,
+    AT_CAS,
+    AT_DATA_TYPE,
+    AT_EXTRAS_LENGTH,
+    AT_KEY_LENGTH,
+    AT_OPAQUE,
+    AT_OPCODE,
+    AT_PARTITION,
+    DELETION_HEAD,
+    MUTATION,
+    NO_TAIL,
+    U32,
+)
 from upper.wire.codes import UPR0_END_REASONS, UPR_STREAM_FLAGS, Side, Status
 from upper.wire.content import Fixed, may, must
 from upper.wire.kv import KV
 from upper.wire.packet import RESPONSE, Layout, pad, u8, u32, u64
-from upper.wire.table import Row
+from upper.wire.table import Join, Row
 from upper.wire.upr import LOG, UPR
 
 REQUESTS, RESPONSES, BEGIN, MESSAGE, CLOSE = 0x01, 0x02, 0x03, 0x04, 0x05
@@ -56,7 +70,7 @@ def answer(message: type[Any], name: str, sub: int, **more: object) -> Row:
     )
 
 
-def said(message: type[Any], name: str, sub: int, **more: object) -> Row:
+def streamed(message: type[Any], name: str, sub: int, **more: object) -> Row:
     return Row(
         name=name,
         message=message,
@@ -72,7 +86,27 @@ def said(message: type[Any], name: str, sub: int, **more: object) -> Row:
 # The headers of all three changes claim 36 bytes of extras. Their fields and their own dumps make 28,
 # and 36 would swallow the key. We follow the dumps, which also settles that deletions and expirations
 # carry the three fields of a mutation here. vectors: upr0, "mutation", "deletion", "expiration".
-CHANGE = UPR.layout(Mutation)
+CHANGE = UPR.layout(MutationMessage)
+EXTRAS_SIZE = bytes((CHANGE.size,))
+
+
+def recode(join: Join, records: list[bytes], opaque: int, form: int) -> bytes:
+    """Stored records as mutations, deletions and expirations: sub-types 3, 4 and 5, with the same extras."""
+    number = U32.pack(opaque)
+    head = bytes((RESPONSE, MESSAGE))
+    parts: list[bytes] = []
+    for record in records:
+        kind = bytes((record[AT_OPCODE] - MUTATION + 3,))
+        if record[AT_OPCODE] == MUTATION:
+            lengths = record[AT_KEY_LENGTH:AT_DATA_TYPE]
+            parts += (head, lengths, kind, record[AT_PARTITION:AT_OPAQUE], number, record[AT_CAS:])
+        else:
+            body = U32.pack(U32.unpack_from(record, AT_BODY)[0] + len(NO_TAIL))
+            parts += (head, record[AT_KEY_LENGTH:AT_EXTRAS_LENGTH], EXTRAS_SIZE, kind)
+            parts += (record[AT_PARTITION:AT_BODY], body, number, record[AT_CAS:DELETION_HEAD])
+            parts += (NO_TAIL, record[DELETION_HEAD:])
+    return b"".join(parts)
+
 
 UPR0 = KV.but(
     "upr0",
@@ -105,8 +139,8 @@ UPR0 = KV.but(
         FailoverLogAnswer: answer(FailoverLogAnswer, "failover_log_response", 2, value=LOG),
         # Here too the printed header claims an empty body before eight bytes of seqno.
         # vectors: upr0, "stream_request_rollback".
-        RollbackRequired: answer(
-            RollbackRequired, "stream_request_rollback", 3, value=Fixed(Layout(u64("seqno")))
+        RollbackAnswer: answer(
+            RollbackAnswer, "stream_request_rollback", 3, value=Fixed(Layout(u64("seqno")))
         ),
         Refusal: [
             answer(
@@ -134,12 +168,14 @@ UPR0 = KV.but(
             data_type=0,
             vbucket=True,
         ),
-        SnapshotMarker: said(SnapshotMarker, "snapshot_start", 1),
-        SnapshotEnd: said(SnapshotEnd, "snapshot_end", 2),
-        Mutation: said(Mutation, "mutation", 3, extras=CHANGE, key=must("key"), value=may("value")),
-        Deletion: said(Deletion, "deletion", 4, extras=CHANGE, key=must("key")),
-        Expiration: said(Expiration, "expiration", 5, extras=CHANGE, key=must("key")),
-        Flush: said(Flush, "flush", 6),
+        SnapshotMarker: streamed(SnapshotMarker, "snapshot_start", 1),
+        SnapshotEndMessage: streamed(SnapshotEndMessage, "snapshot_end", 2),
+        MutationMessage: streamed(
+            MutationMessage, "mutation", 3, extras=CHANGE, key=must("key"), value=may("value")
+        ),
+        DeletionMessage: streamed(DeletionMessage, "deletion", 4, extras=CHANGE, key=must("key")),
+        ExpirationMessage: streamed(ExpirationMessage, "expiration", 5, extras=CHANGE, key=must("key")),
+        FlushMessage: streamed(FlushMessage, "flush", 6),
         # 1 is OK and 2 is "state changed". What UPR counts from 2, UPR/0 counts from 3.
         StreamEnd: Row(
             name="stream_end",
@@ -150,7 +186,7 @@ UPR0 = KV.but(
             data_type=u8("reason", UPR0_END_REASONS),
             vbucket=True,
         ),
-        # The draft opens with a bare header, of no request type. It is read, and never spoken.
+        # The draft opens with a bare header, of no request type. It is read and never sent.
         Request: [
             Row(name="header", message=Request, opcode=REQUESTS, data_type=0, sample=True),
             *KV.rows[Request],
@@ -161,4 +197,5 @@ UPR0 = KV.but(
             for row in KV.rows[Response]
         ],
     },
+    recode=recode,
 )

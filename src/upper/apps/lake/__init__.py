@@ -1,9 +1,12 @@
-"""The lake: three Delta tables that always tell the truth about a bucket.
+"""The lake: three Delta tables that follow a bucket, as a target of the pipeline.
 
-schema, stand     what is in the tables, and where a table stands
-replay, plan      what rows mean, and what a round should do: pure
-files, work       what workers do
-tables, home      commits, the lock, and the repair after a crash
-sync, care        the rounds; merging, trimming and sweeping
-verify, query     is it true, and what is in it
+schema, position        the columns, the layout, and the position of a table
+store                   where the files are: a directory or an object store
+replay                  what rows mean: from changes to live keys; pure
+files, tasks, rewrite   what workers do
+tables, lake            commits, the lock, and the repair after a crash
+sync, follow            the rounds, and the process around them
+latest, maintenance     refreshing `latest`; merging, trimming, vacuuming
+maintainer, erase       both beside a sync; erasing a key
+verify, query, report   comparing with the bucket, SQL, and a summary
 """

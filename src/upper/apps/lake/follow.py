@@ -1,7 +1,7 @@
-"""`upper sync` from start to stop: the lock, the session, a round every so often, and a good end.
+"""One bucket followed into a lake, from start to stop: the lock, periodic rounds, maintenance in a thread.
 
-What goes wrong outside (a node that is away, a worker that died, a disk that is full) is tried again; what a
-round that failed did not commit, the next one simply does. What is wrong with the lake itself ends it.
+Temporary errors (an unreachable node, a worker that died, a full disk) are retried: the next round commits
+what a failed one did not. An error in the lake itself ends the sync.
 """
 
 from __future__ import annotations
@@ -10,42 +10,59 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from upper.apps.lake.care import compact
-from upper.apps.lake.home import Lake, held
-from upper.apps.lake.schema import DEFAULT_GROUPS, Layout
-from upper.apps.lake.sync import Batch, Sync
-from upper.errors import InvalidArguments, NotWritable, Unreachable
-from upper.spark.feed import BucketFeed
-from upper.spark.session import NoSpark, SparkRunner, WorkFailed, start, stop
+from upper.apps.lake.lake import Lake, held
+from upper.apps.lake.latest import RefreshPolicy
+from upper.apps.lake.maintainer import Maintainer, MaintenanceSettings, TransientError
+from upper.apps.lake.outputs import OutputFollower
+from upper.apps.lake.schema import CHANGES, DEFAULT_GROUPS, LATEST, Keep, LakeLayout
+from upper.apps.lake.store import Place, open_store
+from upper.apps.lake.sync import Sync, SyncRound
+from upper.apps.typed.definitions import TypedTable
+from upper.apps.typed.definitions import apply as define
+from upper.errors import InvalidArguments
+from upper.pipeline.source import BucketSource
+from upper.pipeline.target import NoWorkers
+from upper.spark.workers import Workers, WorkerSettings, workers
 
 log = logging.getLogger(__name__)
 
-MOST_ROUNDS = 20  # of --once, while histories keep moving under it
+MOST_ROUNDS = 20  # of --once, while histories keep branching
 LIVE_PATIENCE = 5.0  # seconds that a round tries to reach a node
-CROWDED = 24  # small files of a group that are merged along the way
+STOP_WITHIN = 5.0  # seconds that the maintenance under way may take when the sync is stopped
+LAST_REFRESH = RefreshPolicy(cost=0.0, within=float("inf"))  # at the end: only small refreshes
 
 
 @dataclass(frozen=True, kw_only=True)
-class FollowSettings:
+class SyncSettings:
     once: bool = False
     every: float = 1.0  # seconds between the beginnings of two rounds
     latest_every: float = 60.0  # seconds between two refreshes of `latest`
-    master: str = "local[*]"
+    latest_within: float = 3600.0  # seconds after which all of `latest` has been refreshed
+    vacuum_keep: float = 7200.0  # seconds that replaced files stay; 0 keeps them for ever
+    trim: float = 0.0  # seconds after which changes are removed; 0 keeps them for ever
     groups: int | None = None
-    py_files: tuple[str, ...] = ()
-    new_history: bool = False  # go on though the bucket has no history in common with the lake
-    spark: Mapping[str, str] = field(default_factory=dict)
+    keep: Keep | None = None  # of a new lake: both, changes or latest
+    new_history: bool = False  # accept a bucket that has no history in common with the lake
     patience: float = 60.0  # seconds that --once tries to reach a node
+    types: tuple[TypedTable, ...] = ()  # typed tables to make or to change; those of the lake stay
+    workers: WorkerSettings = field(default_factory=WorkerSettings)
+
+    def maintenance(self) -> MaintenanceSettings:
+        return MaintenanceSettings(
+            every=self.latest_every,
+            policy=RefreshPolicy(within=self.latest_within),
+            vacuum_keep=self.vacuum_keep,
+            trim=self.trim,
+        )
 
 
 @dataclass
-class Progress:
-    """Where a sync is; told after every round."""
+class SyncTotals:
+    """The progress of a sync, reported after every round."""
 
     rows: int = 0
     bytes: int = 0
@@ -53,138 +70,247 @@ class Progress:
     rollbacks: int = 0
     lost: int = 0
     behind: int = 0  # changes that were not committed when the last round began
-    lag: float = 0.0  # seconds: how old what is committed is
+    lag: float = 0.0  # seconds: the age of what is committed
     seconds: float = 0.0  # since the start
     last_commit: int = 0
+    rejected: int = 0  # live values that do not fit a typed table
+    retries: int = 0  # rounds that failed and were done again
     trouble: str = ""
-    doing: str = ""  # what takes a while at the moment
+    doing: str = ""  # the present step, if it takes long
 
     def sentence(self) -> str:
         """The summary."""
         rate = self.rows / self.seconds if self.seconds else 0
         text = (
-            f"{_so_many(self.rows, 'change')} ({self.bytes / 1e6:,.1f} MB) in "
-            f"{_so_many(self.commits, 'commit')} and {self.seconds:.1f} s, {rate:,.0f} a second; "
+            f"{_count(self.rows, 'change')} ({self.bytes / 1e6:,.1f} MB) in "
+            f"{_count(self.commits, 'commit')} and {self.seconds:.1f} s, {rate:,.0f} a second; "
             f"the lake stands at commit {self.last_commit}"
         )
         if self.rollbacks:
-            taken, lost = _so_many(self.rollbacks, "rollback"), _so_many(self.lost, "change")
-            text += f"; {taken} took back {lost}, kept in `lost`"
+            rollbacks, lost = _count(self.rollbacks, "rollback"), _count(self.lost, "change")
+            text += f"; {rollbacks} took back {lost}, kept in `lost`"
+        if self.rejected:
+            text += f"; {_count(self.rejected, 'value')} did not fit a typed table, see `rejected`"
         return text
 
 
-def _so_many(count: int, what: str) -> str:
+def _count(count: int, what: str) -> str:
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
-Tell = Callable[[Progress, Batch | None], None]
+Report = Callable[[SyncTotals, SyncRound | None], None]
 
 
-def follow(url: str, root: Path, settings: FollowSettings, *, tell: Tell = lambda *_: None) -> Progress:
-    """Sync until done (`once`) or until the process is told to stop."""
-    progress = Progress()
+class LakeFollower:
+    """One bucket and its lake: opened, then followed until it is complete or stopped."""
 
-    def doing(what: str) -> None:
-        progress.doing = what
-        tell(progress, None)
+    def __init__(
+        self,
+        url: str,
+        root: Place,
+        settings: SyncSettings,
+        *,
+        name: str = "",
+        tell: Report = lambda *_: None,
+    ) -> None:
+        self.root, self.settings = open_store(root), settings
+        self.name = name or self.root.name
+        self.progress, self.lake = SyncTotals(), None  # type: SyncTotals, Lake | None
+        self._url, self._tell = url, tell
+        self._source: BucketSource | None = None
 
-    with held(root), closing(BucketFeed(url, patience=settings.patience, name="upper-sync")) as feed:
-        doing("waiting for the bucket")
-        partitions = feed.bucket.partitions
-        groups = min(DEFAULT_GROUPS, partitions) if settings.groups is None else settings.groups
-        if not 1 <= groups <= partitions:
-            raise InvalidArguments(f"{partitions} partitions form 1 to {partitions} groups, not {groups}")
-        lake = Lake.create(root, Layout(feed.bucket.address.bucket, partitions, groups))
-        if not settings.once:
-            # The rounds are what tries again, and somebody who says stop should not wait for a node.
-            feed.close()
-            feed.patience = min(LIVE_PATIENCE, feed.patience)
-        doing("starting Spark")
-        session = start(
-            app="upper sync", master=settings.master, settings=settings.spark, py_files=settings.py_files
-        )
-        try:
-            runner = SparkRunner(
-                session, watch=lambda share: doing(f"working, {share:.0%} of the tasks done")
-            )
-            sync = Sync(lake, feed, runner, new_history=settings.new_history)
-            progress.last_commit = lake.changes.stand.batch
-            doing("reading")
-            return _once(sync, progress, tell) if settings.once else _forever(sync, progress, settings, tell)
-        finally:
-            stop(session)
+    @property
+    def bucket(self) -> str:
+        """The address of the bucket, without credentials."""
+        scheme, _, rest = self._url.partition("://")
+        authority, slash, path = rest.partition("/")
+        return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+    def doing(self, what: str) -> None:
+        """Report the present step."""
+        self.progress.doing = what
+        self._tell(self.progress, None)
+
+    def trouble(self, error: Exception) -> None:
+        """Report why the lake is not followed at the moment."""
+        self.progress.trouble = str(error)
+        self._tell(self.progress, None)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the lake, which is made if there is none, and know its bucket."""
+        settings = self.settings
+        # The node's statistics list the sync under this name, also between rounds.
+        source = BucketSource(self._url, patience=settings.patience, name=f"sync:{self.root.name}")
+        with held(self.root), closing(source):
+            self.doing("waiting for the bucket")
+            partitions = source.bucket.partitions
+            groups = min(DEFAULT_GROUPS, partitions) if settings.groups is None else settings.groups
+            if not 1 <= groups <= partitions:
+                raise InvalidArguments(f"{partitions} partitions form 1 to {partitions} groups, not {groups}")
+            layout = LakeLayout(source.bucket.address.bucket, partitions, groups, settings.keep or "both")
+            lake = self.lake = Lake.create(self.root, layout)
+            if settings.keep not in (None, lake.layout.keep):
+                raise InvalidArguments(
+                    f"the lake {self.root} keeps {lake.layout.keep}, not {settings.keep}, since it was made; "
+                    "sync into a new place"
+                )
+            if settings.trim and lake.layout.keep == CHANGES:
+                raise InvalidArguments(
+                    f"the lake {self.root} keeps `changes` only, which cannot be trimmed; leave --trim out"
+                )
+            if lake.layout.keep == LATEST and (kept := [t.name for t in settings.types if t.history]):
+                raise InvalidArguments(
+                    f"the lake {self.root} keeps `latest` only, so {kept[0]!r} cannot have history; leave "
+                    "`history` out, or sync into a new place"
+                )
+            for name in define(self.root, settings.types):
+                log.info("table %s: its definition is new; all of it is made now", name)
+            if not settings.once:
+                # The rounds retry, and a stop must not wait for a node.
+                source.close()
+                source.patience = min(LIVE_PATIENCE, source.patience)
+            self._source = source
+            yield
+
+    def run(self, workers: Workers, stopping: threading.Event, *, pool: str | None = None) -> None:
+        """Rounds until done (`once`), or until `stopping` is set."""
+        lake, source, progress = self.lake, self._source, self.progress
+        assert lake is not None
+        assert source is not None
+        runner = workers(pool=pool, watch=lambda share: self.doing(f"working, {share:.0%} of the tasks done"))
+        sync = Sync(lake, source, runner, new_history=self.settings.new_history)
+        below = workers(pool="maintenance" if pool is None else f"{pool} maintenance")
+        maintainer = Maintainer(lake, below, self.settings.maintenance())
+        # By their own workers: neither rounds nor maintenance wait for outputs.
+        beside = workers(pool="outputs" if pool is None else f"{pool} outputs")
+        policy = None if self.settings.once else self.settings.maintenance().policy
+        outputs = OutputFollower(lake, beside, policy)
+        progress.last_commit, progress.trouble = lake.changes.lake_position.batch, ""
+        self.doing("reading")
+        if self.settings.once:
+            _once(sync, maintainer, outputs, progress, self._tell)
+        else:
+            _forever(sync, maintainer, outputs, progress, self.settings, self._tell, stopping, name=self.name)
+        progress.doing = ""
 
 
-def _once(sync: Sync, progress: Progress, tell: Tell) -> Progress:
+def follow(
+    url: str,
+    root: Place,
+    settings: SyncSettings,
+    *,
+    tell: Report = lambda *_: None,
+    stopping: Callable[[], None] = lambda: None,
+) -> SyncTotals:
+    """Sync until done (`once`) or until SIGTERM or SIGINT, whose handler calls `stopping`."""
+    follower = LakeFollower(url, root, settings, name="sync", tell=tell)
+    with follower.opened():
+        # Before Spark: mistakes are reported at once.
+        if not settings.workers.local:
+            follower.doing(f"starting Spark ({settings.workers.master})")
+        with workers("upper sync", settings.workers) as make:
+            ended = threading.Event() if settings.once else stop_signals(stopping)
+            follower.run(make, ended)
+    return follower.progress
+
+
+def _once(
+    sync: Sync, maintainer: Maintainer, outputs: OutputFollower, progress: SyncTotals, tell: Report
+) -> None:
     began = time.monotonic()
+    outputs.go_back()
     for _ in range(MOST_ROUNDS):
-        batch = sync.round()
-        _add(progress, batch, began)
-        tell(progress, batch)
+        done = sync.round()
+        _add(progress, done, began)
+        tell(progress, done)
         if not sync.unsettled:
+            progress.behind, progress.lag = 0, 0.0  # everything that this round found is committed
             break
+    else:
+        log.warning("sync: the history branched in %d rounds in a row; run it again", MOST_ROUNDS)
     sync.refresh()
+    outputs.step()
+    progress.rejected = outputs.rejected
+    maintainer.compact()
+    maintainer.clean()
     progress.seconds = time.monotonic() - began
-    return progress
 
 
-def _forever(sync: Sync, progress: Progress, settings: FollowSettings, tell: Tell) -> Progress:
+def _forever(
+    sync: Sync,
+    maintainer: Maintainer,
+    outputs: OutputFollower,
+    progress: SyncTotals,
+    settings: SyncSettings,
+    tell: Report,
+    stopping: threading.Event,
+    *,
+    name: str = "sync",
+) -> None:
     began = time.monotonic()
-    refreshed = float("-inf")
-    told_to_stop = _stop_signals()
-    while not told_to_stop.is_set():
+    outputs.go_back()
+    maintainer.start()
+    outputs.start()
+    while not stopping.is_set():
         turn = time.monotonic()
-        batch = None
+        done = None
         try:
-            batch = sync.round()
+            maintainer.check()
+            done = sync.round()
+            if progress.trouble:
+                log.warning("%s: the round succeeds again after: %s", name, progress.trouble)
             progress.trouble = ""
-            _add(progress, batch, began)
-            if time.monotonic() - refreshed >= settings.latest_every:
-                sync.refresh()
-                compact(sync.lake, sync.runner, crowded=CROWDED)
-                refreshed = time.monotonic()
-        except (Unreachable, WorkFailed, NotWritable) as error:
+            _add(progress, done, began)
+            progress.rejected = outputs.rejected
+            if done.number:
+                maintainer.committed(rolled_back=bool(done.rolled_back))
+                outputs.committed()
+        except TransientError as error:
             if progress.trouble != str(error):
-                log.warning("sync: %s; trying again", error)
+                log.warning("%s: %s; trying again", name, error)
             progress.trouble = str(error)
-            sync.feed.close()
-        except NoSpark:
-            # Whoever ends a whole group of processes ends Spark with us.
-            if not told_to_stop.is_set():
+            progress.retries += 1
+            sync.source.close()
+        except NoWorkers:
+            # A signal to the whole process group ends Spark as well.
+            if not stopping.is_set():
                 raise
         progress.seconds = time.monotonic() - began
-        tell(progress, batch)
-        told_to_stop.wait(max(0.0, turn + settings.every - time.monotonic()))
-    try:
-        sync.refresh()
-    except (Unreachable, WorkFailed, NotWritable, NoSpark) as error:
-        log.warning("sync: `latest` was not brought up to now, the next sync does it: %s", error)
+        tell(progress, done)
+        stopping.wait(max(0.0, turn + settings.every - time.monotonic()))
+    outputs.stop(STOP_WITHIN)
+    if maintainer.stop(STOP_WITHIN):
+        try:
+            sync.refresh(LAST_REFRESH)
+        except (*TransientError, NoWorkers) as error:
+            log.warning("%s: `latest` was not refreshed, the next sync does it: %s", name, error)
     progress.seconds = time.monotonic() - began
-    return progress
 
 
-def _add(progress: Progress, batch: Batch, began: float) -> None:
-    progress.rows += batch.rows
-    progress.bytes += batch.size
-    progress.commits += bool(batch.number)
-    progress.rollbacks += len(batch.taken_back)
-    progress.lost += batch.lost
-    progress.behind = batch.behind
-    progress.lag = batch.seconds if batch.behind else 0.0
-    progress.last_commit = batch.number or progress.last_commit
+def _add(progress: SyncTotals, done: SyncRound, began: float) -> None:
+    progress.rows += done.rows
+    progress.bytes += done.size
+    progress.commits += bool(done.number)
+    progress.rollbacks += len(done.rolled_back)
+    progress.lost += done.lost
+    progress.behind = done.behind
+    progress.lag = done.seconds if done.behind else 0.0
+    progress.last_commit = done.number or progress.last_commit
     progress.doing = ""
     progress.seconds = time.monotonic() - began
 
 
-def _stop_signals() -> threading.Event:
-    """Set by SIGTERM and SIGINT: the round under way is finished, `latest` brought up, and then it ends.
+def stop_signals(announce: Callable[[], None]) -> threading.Event:
+    """Set by SIGTERM and SIGINT: the round under way ends, and then the sync.
 
-    A second Ctrl-C does not wait: what is not committed then was never there.
+    A second Ctrl-C does not wait: what is not committed then is read again by the next sync.
     """
     stopping = threading.Event()
 
     def stop_now(number: int, _: object) -> None:
         stopping.set()
+        announce()
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,13 +1,12 @@
 """What rows mean: from changes to live keys, back again, and whether two tables say the same.
 
-Pure functions over Arrow tables whose rows stand in order of (partition, seqno). No file, no
+Pure functions over Arrow tables whose rows are in order of (partition, seqno). No file, no
 network, no Delta: what is true of a lake is decided here and tested here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
@@ -16,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from upper.apps.lake.schema import BATCH, LATEST, file_schema
-from upper.client.positions import Known
-from upper.model.values import BranchId, Partition, Seqno
-from upper.spark.columns import FLUSH, MUTATION
+from upper.apps.lake.schema import BATCH, ERASED, LATEST, file_schema
+from upper.model.values import Partition, Seqno
+from upper.pipeline.changes import FLUSH, MUTATION
+from upper.pipeline.plan import RollbackPlan
 
 MOVED_AT_ONCE = 2**30  # bytes; past 2**31 of one column Arrow cannot take rows by number
 
@@ -70,11 +69,11 @@ def _in_order(partitions: Any, seqnos: Any) -> bool:
     return bool(np.all((step > 0) | ((step == 0) & (np.diff(seqnos) > 0))))
 
 
-def by_partition(rows: pa.Table) -> Iterator[tuple[Partition, pa.Table]]:
+def by_partition(rows: pa.Table, column: str = "partition") -> Iterator[tuple[Partition, pa.Table]]:
     """The stretches of an ordered table, one a partition; nothing is copied."""
     if not len(rows):
         return
-    partitions = rows["partition"].to_numpy()
+    partitions = rows[column].to_numpy()
     edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(rows)]
     for start, end in pairwise(edges):
         yield Partition(int(partitions[start])), rows.slice(start, end - start)
@@ -86,6 +85,8 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
         pc.all(pc.equal(changes["operation"], MUTATION)).as_py()
     )  # the usual case, and the cheap one
     if not all_live:
+        if pc.any(erased := pc.equal(changes["operation"], ERASED)).as_py():
+            changes = changes.filter(pc.invert(erased))
         flushes = np.flatnonzero(pc.equal(changes["operation"], FLUSH).to_numpy())
         if len(flushes):
             base = base.slice(0, 0)
@@ -108,7 +109,7 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
 
 
 def fold_group(base: pa.Table, changes: pa.Table, *, afresh: frozenset[Partition]) -> pa.Table:
-    """`fold` for every partition of a group; those in `afresh` are built from their changes alone."""
+    """`fold` for every partition, ordered by key; those in `afresh` are built from their changes alone."""
     old, new = dict(by_partition(base)), dict(by_partition(changes))
     nothing = file_schema(LATEST).empty_table()
     none = changes.slice(0, 0)
@@ -116,33 +117,36 @@ def fold_group(base: pa.Table, changes: pa.Table, *, afresh: frozenset[Partition
     for partition in sorted({*old, *new}):
         before = nothing if partition in afresh else old.get(partition, nothing)
         parts.append(fold(before, new.get(partition, none)))
-    return pa.concat_tables(parts) if parts else nothing
+    return by_key(pa.concat_tables(parts)) if parts else nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Taking:
-    """One partition goes back: to `keep` in `changes`, because `point` is where the histories part."""
+def by_key(rows: pa.Table) -> pa.Table:
+    """Rows that are ordered by partition, ordered by key inside each."""
+    parts = [part for _, part in by_partition(rows)]
+    if rows.nbytes > MOVED_AT_ONCE:
+        return pa.concat_tables([part.take(pc.sort_indices(part["key"])) for part in parts])
+    order, start = [np.empty(0, np.int64)], 0
+    for part in parts:
+        order.append(pc.sort_indices(part["key"]).to_numpy().astype(np.int64) + start)
+        start += len(part)
+    return rows.combine_chunks().take(pa.array(np.concatenate(order)))
 
-    partition: Partition
-    stood: Known
-    keep: Known  # the newest place at or below `to` at which the lake was consistent
-    point: Seqno  # changes past it are no longer true; those up to it will come again
-    to: Seqno  # what the producer asked for
-    new_branch: BranchId
-    why: str
 
-
-def take_back(rows: pa.Table, takings: Mapping[Partition, Taking]) -> tuple[pa.Table, pa.Table]:
+def take_back(rows: pa.Table, rollbacks: Mapping[Partition, RollbackPlan]) -> tuple[pa.Table, pa.Table]:
     """Rows that stay in `changes`, and rows that were taken back and belong in `lost`."""
     stay, lost = [rows.slice(0, 0)], [rows.slice(0, 0)]
     for partition, part in by_partition(rows):
-        if (taking := takings.get(partition)) is None:
+        if (plan := rollbacks.get(partition)) is None:
             stay.append(part)
             continue
-        seqnos = part["seqno"].to_numpy()
-        stay.append(part.slice(0, int(np.searchsorted(seqnos, taking.keep.position.seqno, side="right"))))
-        lost.append(part.slice(int(np.searchsorted(seqnos, taking.point, side="right"))))
+        stay.append(part.slice(0, up_to(part, plan.keep.position.seqno)))
+        lost.append(part.slice(up_to(part, plan.point)))
     return pa.concat_tables(stay), pa.concat_tables(lost)
+
+
+def up_to(rows: pa.Table, seqno: int) -> int:
+    """How many rows of one partition, in order, are at or below a seqno."""
+    return int(np.searchsorted(rows["seqno"].to_numpy(), seqno, side="right"))
 
 
 def newest_end(rows: pa.Table, at_most: Seqno) -> Seqno | None:
@@ -154,7 +158,9 @@ def newest_end(rows: pa.Table, at_most: Seqno) -> Seqno | None:
     return Seqno(int(reached.max())) if len(reached) else None
 
 
-COMPARED = ("seqno", "key", "value", "revision", "cas", "flags", "expiration", "lock_time")
+COMPARED = tuple(
+    name for name in file_schema(LATEST).names if name not in ("partition", "branch", "changed_at")
+)
 
 
 def digest(rows: pa.Table) -> str:
@@ -177,6 +183,19 @@ def digest(rows: pa.Table) -> str:
         else:
             check.update(np.ascontiguousarray(column.to_numpy(zero_copy_only=False)).tobytes())
     return check.hexdigest()
+
+
+def known_columns(rows: pa.Table, other: pa.Table) -> pa.Table:
+    """The rows, with null where the other table has null: it has rows that are older than a column."""
+    for name in COMPARED:
+        missing = other[name].is_null()
+        if name in ("key", "value") or not pc.any(missing).as_py():
+            continue
+        unknown = pc.is_in(rows["seqno"], value_set=other.filter(missing)["seqno"].combine_chunks())
+        at = rows.schema.get_field_index(name)
+        column = pc.if_else(unknown, pa.scalar(None, rows.schema.field(at).type), rows[name])
+        rows = rows.set_column(at, rows.schema.field(at), column)
+    return rows
 
 
 def differing_keys(one: pa.Table, other: pa.Table, *, at_most: int) -> list[bytes]:

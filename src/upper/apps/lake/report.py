@@ -1,4 +1,4 @@
-"""What a lake has to say about itself: its tables, where it stands, and what was taken back."""
+"""A summary of a lake: its tables, its position, and what rollbacks took back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pyarrow.compute as pc
 
 from upper.apps.lake import files
-from upper.apps.lake.home import Lake
-from upper.apps.lake.plan import behind
+from upper.apps.lake.lake import Lake
 from upper.apps.lake.schema import LOST
-from upper.apps.lake.stand import place_text
 from upper.apps.lake.tables import LakeTable
-from upper.spark.feed import Outlook
+from upper.client.position_codec import to_text
+from upper.pipeline.plan import lag, seqnos
+from upper.pipeline.source import BucketState
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TableReport:
     files: int
     bytes: int
     commits: int  # Delta versions
-    batch: int  # the batch of `changes` that it stands at
+    batch: int  # the newest batch of `changes` that it has rows of
 
 
 @dataclass(frozen=True)
@@ -53,28 +53,28 @@ class LakeReport:
     partitions: int
     groups: int
     tables: list[TableReport]
-    seqnos: int  # the sum of all positions: how many changes the bucket has had, as far as the lake knows
+    seqnos: int  # the sum of all positions: the changes of the bucket's history up to here
     positions: dict[int, str]  # of each partition: "seqno branch@begin ...", the failover log newest first
-    behind: int | None  # changes; None where nobody asked the bucket
+    behind: int | None  # changes; None where the bucket was not asked
     rollbacks: int
     trimmed: int  # partitions of `changes` that do not begin at the beginning
     losses: list[LossReport] = field(default_factory=list)  # `lost`, by time and cause
     lost: list[RollbackReport] = field(default_factory=list)
 
 
-def report(lake: Lake, outlook: Outlook | None = None) -> LakeReport:
-    stand = lake.changes.stand
+def report(lake: Lake, bucket_state: BucketState | None = None) -> LakeReport:
+    lake_position = lake.changes.lake_position
     lost = _lost(lake)
     return LakeReport(
         bucket=lake.layout.bucket,
         partitions=lake.layout.partitions,
         groups=lake.layout.groups,
         tables=[_table(table) for table in (lake.changes, lake.latest, lake.lost)],
-        positions={int(p): place_text(place) for p, place in sorted(stand.places.items())},
-        seqnos=sum(place.position.seqno for place in stand.places.values()),
-        behind=None if outlook is None else behind(stand, outlook),
-        rollbacks=sum(stand.rollbacks.values()),
-        trimmed=len(stand.floors),
+        positions={int(p): to_text(place) for p, place in sorted(lake_position.places.items())},
+        seqnos=sum(place.position.seqno for place in lake_position.places.values()),
+        behind=None if bucket_state is None else lag(seqnos(lake_position.places), bucket_state),
+        rollbacks=sum(lake_position.rollbacks.values()),
+        trimmed=len(lake_position.floors),
         losses=_losses(lost),
         lost=lost,
     )
@@ -88,7 +88,7 @@ def _table(table: LakeTable) -> TableReport:
         files=len(held),
         bytes=sum(file.size for file in held),
         commits=table.version,
-        batch=table.stand.batch,
+        batch=table.lake_position.batch,
     )
 
 

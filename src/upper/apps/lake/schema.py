@@ -4,9 +4,10 @@
     latest    one row for each live key at the position in its own commit
     lost      what a rollback took back, with when and why
 
-A file belongs to one *group* of neighbouring partitions, and inside a file rows stand in order of
-(partition, seqno). All changes of a key are in one partition, so whoever owns a group can rebuild
-anything in it alone. The layout is numbered: a lake of another number is refused, never guessed at.
+Partitions form *groups* of neighbours, and a file belongs to one group, except for small files of recent
+batches (`UNGROUPED`), which are merged into files of groups later. All changes of a key are in one partition,
+so a task that owns whole partitions can rebuild anything in them alone. The layout is numbered: a lake of
+another number is refused.
 """
 
 from __future__ import annotations
@@ -14,24 +15,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
-import pyarrow as pa
-
-from upper.client.bulk import change_schema
 from upper.errors import WrongVersion
 from upper.model.values import Partition
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 VERSION = 1
 CHANGES, LATEST, LOST = "changes", "latest", "lost"
 TABLES = (CHANGES, LATEST, LOST)
 GROUP = "partition_group"
 BATCH = "batch"
+TYPED = "typed"  # the directory of typed tables
 DEFAULT_GROUPS = 16
+# changes: `latest` stays empty, and queries compute it. latest: changes leave once `latest` has them.
+Keep: TypeAlias = Literal["both", "changes", "latest"]
+KEEPS: tuple[Keep, ...] = ("both", "changes", "latest")
+UNGROUPED = -1  # the group of a small file that holds rows of several groups, until they are merged
+# Where a derived table has the partition and the key of a row: its own columns may have any other name.
+DERIVED = {"partition": "_partition", "key": "_key"}
+ERASED = "erased"  # the operation of a row whose key was erased from the lake
 
 
 @cache
 def file_schema(table: str) -> pa.Schema:
     """The columns inside the files of a table. The group is in the path, as Delta wants it."""
+    import pyarrow as pa  # not above: `upper query` needs the names alone, and starts without Arrow
+
+    from upper.client.bulk import change_schema
+
     change = change_schema()
     if table == LATEST:
         return change.remove(change.get_field_index("operation"))
@@ -54,18 +68,28 @@ def file_schema(table: str) -> pa.Schema:
 @cache
 def table_schema(table: str) -> pa.Schema:
     """The columns of a table as its readers see them."""
-    return pa.schema([pa.field(GROUP, pa.int32()), *file_schema(table)])
+    return grouped(file_schema(table))
+
+
+def grouped(schema: pa.Schema) -> pa.Schema:
+    """The columns of files as the readers of their table see them, with the group."""
+    import pyarrow as pa
+
+    return pa.schema([pa.field(GROUP, pa.int32()), *schema])
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class LakeLayout:
     """What never changes about a lake: which bucket it follows, and how partitions form groups."""
 
     bucket: str
     partitions: int
     groups: int
+    keep: Keep = "both"  # which of `changes` and `latest` it holds; without one of them it is half as large
 
     def __post_init__(self) -> None:
+        if self.keep not in KEEPS:
+            raise ValueError(f"a lake keeps one of {', '.join(KEEPS)}, not {self.keep}")
         if not 1 <= self.groups <= self.partitions:
             raise ValueError(f"{self.partitions} partitions cannot form {self.groups} groups")
 
@@ -86,12 +110,16 @@ class Layout:
             "upper.bucket": self.bucket,
             "upper.partitions": str(self.partitions),
             "upper.groups": str(self.groups),
+            "upper.keep": self.keep,
             # The position is in the commits; the newest one that has it must outlive any pause.
             "delta.logRetentionDuration": "interval 90 days",
+            # Checkpoints list replaced files for this long: as long as a sync keeps them, unless it is given
+            # another time. Delta's default of a week makes every checkpoint as large as a week of commits.
+            "delta.deletedFileRetentionDuration": "interval 2 hours",
         }
 
     @classmethod
-    def from_properties(cls, properties: dict[str, str], *, where: str) -> Layout:
+    def from_properties(cls, properties: dict[str, str], *, where: str) -> LakeLayout:
         """The layout of a table that exists."""
         version = properties.get("upper.schema")
         if version is None:
@@ -100,9 +128,29 @@ class Layout:
             )
         if version != str(VERSION):
             raise WrongVersion(
-                f"{where} has layout {version} and this version of upper knows {VERSION}; "
+                f"{where} has layout {version} and this version of upper reads {VERSION}; "
                 "use the version that wrote it, or sync into a new place"
             )
         return cls(
-            properties["upper.bucket"], int(properties["upper.partitions"]), int(properties["upper.groups"])
+            properties["upper.bucket"],
+            int(properties["upper.partitions"]),
+            int(properties["upper.groups"]),
+            cast(Keep, properties.get("upper.keep", "both")),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file of a table: where it is, and what is in it."""
+
+    path: str  # inside the table
+    group: int
+    size: int  # bytes
+    rows: int
+    low: dict[str, int]  # the smallest value of each measured column
+    high: dict[str, int]
+    modified: int = 0  # when it was committed, ms since 1970
+
+    def may_hold(self, partition: int, *, past: int = 0) -> bool:
+        """False when no row of this partition past this seqno can be in the file."""
+        return self.low["partition"] <= partition <= self.high["partition"] and self.high["seqno"] > past

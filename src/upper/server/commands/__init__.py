@@ -1,5 +1,27 @@
 """The handlers of every key-value command, a file for each family. Importing this fills the table."""
 
-from upper.server.commands import counters, keys, locks, meta, observe, partitions, session, statistics, store
+from upper.server.commands import (
+    counters,
+    keys,
+    locks,
+    meta,
+    observe,
+    partitions,
+    session,
+    statistics,
+    store,
+    subdocument,
+)
 
-__all__ = ["counters", "keys", "locks", "meta", "observe", "partitions", "session", "statistics", "store"]
+__all__ = [
+    "counters",
+    "keys",
+    "locks",
+    "meta",
+    "observe",
+    "partitions",
+    "session",
+    "statistics",
+    "store",
+    "subdocument",
+]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 from upper.errors import KeyNotFound, NotANumber
 from upper.model.values import State
 from upper.server.auth import Role
@@ -11,8 +9,8 @@ from upper.server.commands.keys import deadline
 from upper.server.commands.store import written
 from upper.server.table import Call, Reply, handles
 from upper.wire.codes import Opcode
+from upper.wire.extras import COUNT
 
-_EXTRAS = Struct(">QQI")
 NEVER_CREATE = 0xFFFFFFFF  # as expiration: fail where there is no counter yet
 WRAP = 2**64
 
@@ -23,11 +21,10 @@ WRAP = 2**64
     quiet=(Opcode.INCREMENTQ, Opcode.DECREMENTQ),
     role=Role.WRITE,
     state=State.ACTIVE,
-    extras=(20,),
-    key=True,
+    options=True,
 )
 def count(call: Call) -> Reply:
-    delta, initial, expiration = _EXTRAS.unpack(call.extras)
+    delta, initial, expiration = COUNT.read(call.extras)
     item = call.store.read(call.key)
     if item is None:
         if expiration == NEVER_CREATE:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
 
 from upper.errors import KeyNotFound
 from upper.model.values import State
+from upper.record.change import StoredItem
 from upper.server.auth import Role
 from upper.server.table import Call, Quiet, Reply, handles
-from upper.storage.records import Item
 from upper.wire.codes import Feature, Opcode, Status
 
 MONTH = 30 * 86400  # expirations up to here count from now, as memcached has it; larger ones from the epoch
@@ -23,11 +22,11 @@ def deadline(call: Call, expiration: int) -> int:
     return call.bucket.clock.seconds() + expiration
 
 
-def shown_cas(call: Call, item: Item) -> int:
+def shown_cas(call: Call, item: StoredItem) -> int:
     return LOCKED if item.lock_time and call.store.locked(item) else item.cas
 
 
-def found(call: Call, item: Item, *, key: bytes = b"") -> Reply:
+def found(call: Call, item: StoredItem, *, key: bytes = b"") -> Reply:
     cas = shown_cas(call, item)
     kind = item.data_type if Feature.JSON in call.connection.features else 0
     return Reply(cas=cas, extras=item.flags.to_bytes(4, "big"), key=key, value=item.value, data_type=kind)
@@ -45,7 +44,7 @@ def missing(key: bytes) -> Reply:
     leaves_out=Quiet.MISS,
     role=Role.READ,
     state=State.ACTIVE,
-    key=True,
+    large=True,
 )
 def get(call: Call) -> Reply:
     shown = call.key if call.opcode in (Opcode.GETK, Opcode.GETKQ) else b""
@@ -53,7 +52,7 @@ def get(call: Call) -> Reply:
     return missing(shown) if item is None else found(call, item, key=shown)
 
 
-@handles(Opcode.GET_REPLICA, role=Role.READ, key=True, waits=True)
+@handles(Opcode.GET_REPLICA, role=Role.READ, waits=True, large=True)
 def get_replica(call: Call) -> Reply:
     """The same from a copy that is not active: what it holds may be behind."""
     call.store = call.node.partition(call.partition, State.REPLICA)
@@ -67,8 +66,7 @@ def get_replica(call: Call) -> Reply:
     leaves_out=Quiet.MISS,
     role=Role.READ | Role.WRITE,
     state=State.ACTIVE,
-    extras=(4,),
-    key=True,
+    large=True,
 )
 def get_and_touch(call: Call) -> Reply:
     shown = call.key if call.opcode in (Opcode.GATK, Opcode.GATKQ) else b""
@@ -78,23 +76,23 @@ def get_and_touch(call: Call) -> Reply:
         return missing(shown)
 
 
-@handles(Opcode.TOUCH, role=Role.WRITE, state=State.ACTIVE, extras=(4,), key=True)
+@handles(Opcode.TOUCH, role=Role.WRITE, state=State.ACTIVE)
 def touch(call: Call) -> Reply:
     return Reply(cas=touched(call).cas)
 
 
-def touched(call: Call) -> Item:
+def touched(call: Call) -> StoredItem:
     return call.store.touch(call.key, deadline(call, int.from_bytes(call.extras, "big")))
 
 
-@handles(Opcode.GET_RANDOM_KEY, role=Role.READ, extras=(0, 4), waits=True)
+@handles(Opcode.GET_RANDOM_KEY, role=Role.READ, waits=True, large=True)
 def random_key(call: Call) -> Reply:
-    """Some key of some partition. Not uniform: nobody walks a large partition for it."""
+    """Some key of some partition. Not uniform: a large partition is not scanned for it."""
     stores = [store for store in call.bucket.table if store is not None and store.count]
     random.shuffle(stores)
     for store in stores:
         start = random.randrange(min(len(store.items), 1000))
-        for key in [*islice(store.items, start, start + 1000), *islice(store.items, start)]:
+        for key in store.items.some_keys(start, 1000) + store.items.some_keys(0, start):
             item = store.read(key)
             if item is not None:
                 call.store = store

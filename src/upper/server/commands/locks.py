@@ -9,19 +9,18 @@ from upper.server.table import Call, Reply, handles
 from upper.wire.codes import Opcode
 
 DEFAULT_LOCK = 15  # seconds
-LONGEST_LOCK = 30
 
 
-@handles(Opcode.GET_LOCKED, role=Role.READ | Role.WRITE, state=State.ACTIVE, extras=(0, 4), key=True)
+@handles(Opcode.GET_LOCKED, role=Role.READ | Role.WRITE, state=State.ACTIVE, large=True)
 def get_and_lock(call: Call) -> Reply:
     asked = int.from_bytes(call.extras, "big")
-    seconds = asked if 0 < asked <= LONGEST_LOCK else DEFAULT_LOCK
-    # A second has begun already, and who locks counts on the time that was asked for.
-    item = call.store.lock(call.key, call.bucket.clock.seconds() + 1 + seconds)
-    # The one who locked sees the true CAS: it is the key to the lock.
+    seconds = min(asked or DEFAULT_LOCK, call.node.settings.limits.lock)
+    # The present second has begun already, and a lock lasts no shorter than was asked.
+    item = call.store.lock(call.key, call.bucket.clock.lock_seconds() + 1 + seconds)
+    # The holder of the lock gets the true CAS, which unlocks the item.
     return Reply(cas=item.cas, extras=item.flags.to_bytes(4, "big"), value=item.value)
 
 
-@handles(Opcode.UNLOCK_KEY, role=Role.WRITE, state=State.ACTIVE, key=True)
+@handles(Opcode.UNLOCK_KEY, role=Role.WRITE, state=State.ACTIVE)
 def unlock(call: Call) -> Reply:
     return written(call, call.store.unlock(call.key, call.cas), cas=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 from upper.errors import InvalidArguments, KeyExists, KeyNotFound
 from upper.model.values import State
 from upper.server.auth import Role
@@ -11,11 +9,13 @@ from upper.server.commands.keys import shown_cas
 from upper.server.commands.store import fits, kind, written
 from upper.server.table import Call, Quiet, Reply, handles
 from upper.wire.codes import Opcode
+from upper.wire.extras import META, WITH_META
 
-_WITH_META = Struct(">IIQQ")  # flags, expiration, revision, CAS
-_META = Struct(">IIIQ")  # deleted, flags, expiration, revision
-SKIP_CONFLICT_RESOLUTION = 0x01
-SIZES = (24, 26, 28, 30)
+# Options, with Couchbase's bits; the last is ours: the higher CAS wins, before the revision is compared.
+SKIP_CONFLICT_RESOLUTION, IS_EXPIRATION, LAST_WRITE_WINS = 0x01, 0x10, 0x0100
+# Couchbase's extended metadata: a version, then fields of id (u8), length (u16) and bytes. This id is ours;
+# the lock time is four bytes, in seconds since the epoch.
+EXTENDED_VERSION, LOCK_TIME = 0x01, 0x81
 LARGEST = 2**62 - 1  # of a CAS and a revision: both count on from here, and never reach the end
 
 
@@ -25,14 +25,12 @@ LARGEST = 2**62 - 1  # of a CAS and a revision: both count on from here, and nev
     leaves_out=Quiet.MISS,
     role=Role.READ,
     state=State.ACTIVE,
-    extras=(0, 1),
-    key=True,
 )
 def get_meta(call: Call) -> Reply:
     item = call.store.read_meta(call.key)
     if item is None:
         raise KeyNotFound("Not found")
-    meta = _META.pack(item.deleted, item.flags, item.expiration, item.revision)
+    meta = META.build(item.deleted, item.flags, item.expiration, item.revision)
     if call.extras == b"\2":
         meta += bytes((item.data_type,))
     return Reply(cas=shown_cas(call, item), extras=meta)
@@ -45,14 +43,11 @@ def get_meta(call: Call) -> Reply:
     quiet=(Opcode.SETQ_WITH_META, Opcode.ADDQ_WITH_META, Opcode.DELETEQ_WITH_META),
     role=Role.WRITE,
     state=State.ACTIVE,
-    extras=SIZES,
-    key=True,
-    value=None,
 )
 def write_with_meta(call: Call) -> Reply:
-    """Store what another node made, with its own revision and CAS; the newer wins unless told otherwise."""
-    flags, expiration, revision, cas = _WITH_META.unpack_from(call.extras)
-    rest = call.extras[24:]
+    """Store what another node made, with its revision and CAS; the newer one wins unless an option is set."""
+    flags, expiration, revision, cas = WITH_META.read(call.extras)
+    rest = call.extras[WITH_META.size :]
     options = int.from_bytes(rest[:4], "big") if len(rest) >= 4 else 0
     extended = int.from_bytes(rest[-2:], "big") if len(rest) in (2, 6) else 0
     if extended > len(call.value):
@@ -60,6 +55,10 @@ def write_with_meta(call: Call) -> Reply:
     if not 0 < cas <= LARGEST or not 0 < revision <= LARGEST:
         raise InvalidArguments(
             "a write with metadata needs the revision and the CAS that the item has elsewhere, below 2^62"
+        )
+    if cas > call.bucket.clock.latest():
+        raise InvalidArguments(
+            f"the CAS {cas} is more than a day in the future; set the clock of the node that made it"
         )
     value = call.value[: len(call.value) - extended]
     fits(call, len(value))
@@ -75,7 +74,24 @@ def write_with_meta(call: Call) -> Reply:
         expiration=expiration,
         data_type=0 if deleted else kind(call),
         deleted=deleted,
+        expired=deleted and bool(options & IS_EXPIRATION),
+        lock_time=0 if deleted else _lock_time(call.value[len(value) :]),
         cas=call.cas,
         force=bool(options & SKIP_CONFLICT_RESOLUTION),
+        last_write_wins=bool(options & LAST_WRITE_WINS),
     )
     return written(call, change)
+
+
+def _lock_time(extended: bytes) -> int:
+    """The lock time in extended metadata; 0 where there is none. Other fields are ignored."""
+    if extended[:1] != bytes((EXTENDED_VERSION,)):
+        return 0
+    at = 1
+    while at + 3 <= len(extended):
+        kind, size = extended[at], int.from_bytes(extended[at + 1 : at + 3], "big")
+        field = extended[at + 3 : at + 3 + size]
+        if kind == LOCK_TIME and len(field) == size == 4:
+            return int.from_bytes(field, "big")
+        at += 3 + size
+    return 0

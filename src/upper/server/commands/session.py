@@ -1,14 +1,22 @@
-"""Commands about the connection and the node itself: who is there, what both sides know, where things are."""
+"""Commands about the connection and the node: HELLO, SASL, the bucket, the map and the error map."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import secrets
 
-from upper.errors import AuthenticationFailed, InvalidArguments, KeyNotFound, NotAllowed, NotSupported
-from upper.server.auth import HASHES, MECHANISMS, Challenge, Scram, Welcome, plain_credentials
+from upper.errors import (
+    AuthenticationFailed,
+    Busy,
+    InvalidArguments,
+    KeyNotFound,
+    NotAllowed,
+    NotSupported,
+    UnknownCollection,
+    UnknownScope,
+)
+from upper.server.auth import HASHES, MECHANISMS, SYNONYMS, Challenge, Scram, Welcome, plain_credentials
 from upper.server.connection import Connection
 from upper.server.table import Call, Reply, handles
 from upper.version import VERSION
@@ -26,35 +34,38 @@ FEATURES = frozenset(
         Feature.XERROR,
         Feature.SELECT_BUCKET,
         Feature.JSON,
+        Feature.ALT_REQUEST,
+        Feature.SYNC_REPLICATION,
+        Feature.PRESERVE_EXPIRY,
     }
 )
 
 
-@handles(Opcode.NOOP, anybody=True)
+@handles(Opcode.NOOP, before_login=True)
 def noop(call: Call) -> Reply:
     return Reply()
 
 
-@handles(Opcode.VERSION, anybody=True)
+@handles(Opcode.VERSION, before_login=True)
 def version(call: Call) -> Reply:
     return Reply(value=VERSION.encode())
 
 
-@handles(Opcode.VERBOSITY, extras=(4,), anybody=True)
+@handles(Opcode.VERBOSITY, before_login=True)
 def verbosity(call: Call) -> Reply:
     # Accepted because clients send it; what is logged is the operator's business.
     return Reply()
 
 
-@handles(Opcode.QUIT, quiet=(Opcode.QUITQ,), anybody=True)
+@handles(Opcode.QUIT, quiet=(Opcode.QUITQ,), before_login=True)
 def leave(call: Call) -> Reply:
     call.connection.close_when_answered()
     return Reply()
 
 
-@handles(Opcode.HELLO, key=None, value=None, anybody=True)
+@handles(Opcode.HELLO, before_login=True)
 def hello(call: Call) -> Reply:
-    """The client says what it knows; the answer is what both know."""
+    """Agree on features: the answer lists those of the request that the node supports."""
     if len(call.value) % 2 or len(call.value) > MAX_FEATURES:
         raise InvalidArguments(f"the features of HELLO are two bytes each, {MAX_FEATURES} in all at most")
     asked = [int.from_bytes(call.value[at : at + 2], "big") for at in range(0, len(call.value), 2)]
@@ -66,7 +77,7 @@ def hello(call: Call) -> Reply:
 # ── SASL ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-@handles(Opcode.SASL_LIST_MECHS, anybody=True)
+@handles(Opcode.SASL_LIST_MECHS, before_login=True)
 def mechanisms(call: Call) -> Reply:
     if call.node.users is None:
         return Reply(value=b"PLAIN")  # any name and any password will do
@@ -74,12 +85,12 @@ def mechanisms(call: Call) -> Reply:
     return Reply(value=" ".join(offered).encode())
 
 
-@handles(Opcode.SASL_AUTH, key=True, value=None, anybody=True)
+@handles(Opcode.SASL_AUTH, before_login=True)
 async def authenticate(call: Call) -> Reply:
-    connection, mechanism = call.connection, call.key.decode(errors="replace")
+    connection, name = call.connection, call.key.decode(errors="replace")
+    mechanism = SYNONYMS.get(name, name)
     connection.logout()
     connection.scram = None
-    call.node.throttle.check(connection.host)
     if mechanism == "PLAIN":
         return await _plain(call)
     if mechanism not in HASHES:
@@ -90,7 +101,7 @@ async def authenticate(call: Call) -> Reply:
     return _scram_step(call)
 
 
-@handles(Opcode.SASL_STEP, key=True, value=None, anybody=True)
+@handles(Opcode.SASL_STEP, before_login=True)
 def step(call: Call) -> Reply:
     if call.connection.scram is None:
         raise AuthenticationFailed("there is no exchange to go on with; begin with SASL_AUTH")
@@ -105,10 +116,7 @@ async def _plain(call: Call) -> Reply:
     if users is None:
         return Reply(value=b"Authenticated")  # everybody may do everything: there is nothing to prove
     try:
-        # Checking is slow on purpose; in a thread it is slow for this peer alone.
-        user = await asyncio.get_running_loop().run_in_executor(
-            call.node.verifier, users.check, name, password
-        )
+        user = await call.node.passwords.check(users, call.connection.host, name, password)
     except AuthenticationFailed:
         _note_failure(call.connection)
         raise
@@ -119,10 +127,15 @@ async def _plain(call: Call) -> Reply:
 def _scram_step(call: Call) -> Reply:
     exchange, connection = call.connection.scram, call.connection
     assert exchange is not None
+    throttle, host = connection.node.throttle, connection.host
     try:
-        answer = exchange.step(call.value)
+        answer = exchange.step(call.value, allow=lambda name: throttle.check(host, name))
+    except Busy:
+        connection.scram = None
+        raise
     except AuthenticationFailed:
         connection.scram = None
+        throttle.failed(host, exchange.name)
         _note_failure(connection)
         raise
     match answer:
@@ -130,6 +143,7 @@ def _scram_step(call: Call) -> Reply:
             return Reply(Status.AUTHENTICATION_CONTINUES, value=data)
         case Welcome(user, data):
             connection.scram = None
+            throttle.succeeded(host, user.name)
             connection.login(user)
             return Reply(value=data)
 
@@ -137,7 +151,6 @@ def _scram_step(call: Call) -> Reply:
 def _note_failure(connection: Connection) -> None:
     node = connection.node
     node.counters.failed_logins += 1
-    node.throttle.failed(connection.host)
     connection.failed_logins += 1
     log.warning("%s: login failed, attempt %d on this connection", connection.peer, connection.failed_logins)
     if connection.failed_logins >= node.settings.limits.failed_logins:
@@ -147,23 +160,49 @@ def _note_failure(connection: Connection) -> None:
 # ── The bucket and the map ────────────────────────────────────────────────────────────────────────
 
 
-@handles(Opcode.SELECT_BUCKET, key=True)
+@handles(Opcode.SELECT_BUCKET)
 def select_bucket(call: Call) -> Reply:
     if call.key.decode(errors="replace") != call.bucket.name:
         raise KeyNotFound(f"there is no such bucket here; this node holds {call.bucket.name!r}")
     return Reply()
 
 
-@handles(Opcode.GET_CLUSTER_CONFIG, extras=(0, 16), key=None, value=None)
+@handles(Opcode.GET_CLUSTER_CONFIG, waits=True)
 def cluster_config(call: Call) -> Reply:
     return Reply(value=call.node.cluster_map(), data_type=_json(call))
 
 
-@handles(Opcode.GET_ERROR_MAP, value=None, anybody=True)
+@handles(Opcode.GET_ERROR_MAP, before_login=True)
 def error_map(call: Call) -> Reply:
     if len(call.value) not in (0, 2):
         raise InvalidArguments("an error map is asked for with its version, in two bytes")
     return Reply(value=ERROR_MAP, data_type=_json(call))
+
+
+# ── Collections ───────────────────────────────────────────────────────────────────────────────────
+
+_DEFAULT = {"name": "_default", "uid": "0"}
+MANIFEST = json.dumps({"uid": "0", "scopes": [_DEFAULT | {"collections": [_DEFAULT]}]}).encode()
+
+
+@handles(Opcode.GET_COLLECTIONS_MANIFEST)
+def manifest(call: Call) -> Reply:
+    """The default collection of the default scope, and no other."""
+    return Reply(value=MANIFEST, data_type=_json(call))
+
+
+@handles(Opcode.GET_COLLECTION_ID)
+def collection_id(call: Call) -> Reply:
+    """The number of a collection, for clients that ask although collections were not agreed on."""
+    asked = (call.value or call.key).decode(errors="replace")
+    scope, _, collection = asked.partition(".")
+    if scope not in ("", "_default"):
+        raise UnknownScope(f"there is no scope {scope[:80]!r}; the default scope is the only one")
+    if collection not in ("", "_default"):
+        raise UnknownCollection(
+            f"there is no collection {asked[:80]!r}; the default collection is the only one"
+        )
+    return Reply(extras=bytes(12))  # the manifest's number in 8 bytes, the collection's in 4
 
 
 def _json(call: Call) -> int:
@@ -198,6 +237,41 @@ def _errors() -> bytes:
         Status.INTERNAL_ERROR: ("EINTERNAL", "something is broken in the node", ["internal"]),
         Status.BUSY: ("EBUSY", "the node is busy", ["temp", "retry-later"]),
         Status.TEMPORARY_FAILURE: ("ETMPFAIL", "try again", ["temp", "retry-later"]),
+        Status.UNKNOWN_COLLECTION: ("UNKNOWN_COLLECTION", "there is no such collection", ["item-only"]),
+        Status.UNKNOWN_SCOPE: ("UNKNOWN_SCOPE", "there is no such scope", ["item-only"]),
+        Status.UNKNOWN_STREAM_ID: ("DCP_STREAMID_INVALID", "stream ids are not enabled", ["dcp"]),
+        Status.DURABILITY_INVALID_LEVEL: (
+            "DURABILITY_INVALID_LEVEL",
+            "there is no such durability level",
+            ["item-only", "invalid-input"],
+        ),
+        Status.DURABILITY_IMPOSSIBLE: (
+            "DURABILITY_IMPOSSIBLE",
+            "too few copies are in sync",
+            ["item-only", "fetch-config"],
+        ),
+        Status.SYNC_WRITE_AMBIGUOUS: (
+            "SYNC_WRITE_AMBIGUOUS",
+            "too few copies confirmed the write in time",
+            ["item-only"],
+        ),
+        **{
+            status: (f"SUBDOC_{name}", sentence, ["subdoc", "item-only"])
+            for status, name, sentence in (
+                (Status.PATH_NOT_FOUND, "PATH_ENOENT", "the path does not exist"),
+                (Status.PATH_MISMATCH, "PATH_MISMATCH", "the path does not fit the document"),
+                (Status.PATH_INVALID, "PATH_EINVAL", "the path is invalid"),
+                (Status.PATH_TOO_DEEP, "PATH_E2BIG", "the path is too long"),
+                (Status.DOCUMENT_TOO_DEEP, "DOC_ETOODEEP", "the document is nested too deeply"),
+                (Status.VALUE_CANNOT_BE_INSERTED, "VALUE_CANTINSERT", "the value cannot be inserted"),
+                (Status.DOCUMENT_NOT_JSON, "DOC_NOTJSON", "the document is not JSON"),
+                (Status.NUMBER_OUT_OF_RANGE, "NUM_ERANGE", "the number is out of range"),
+                (Status.DELTA_INVALID, "DELTA_EINVAL", "the delta is invalid"),
+                (Status.PATH_EXISTS, "PATH_EEXISTS", "the path exists already"),
+                (Status.SUBDOC_INVALID_COMBINATION, "INVALID_COMBO", "the paths cannot be combined"),
+                (Status.SUBDOC_PATHS_FAILED, "MULTI_PATH_FAILURE", "some paths failed"),
+            )
+        },
     }
     errors = {
         f"{status:x}": {"name": name, "desc": words, "attrs": attributes}

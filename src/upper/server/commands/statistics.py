@@ -8,7 +8,7 @@ from upper.server.table import Call, Reply, handles
 from upper.wire.codes import Opcode
 
 
-@handles(Opcode.STAT, role=Role.READ, key=None, value=None)
+@handles(Opcode.STAT, role=Role.READ, large=True)
 def stat(call: Call) -> list[Reply]:
     rows = stats.group(call.node, call.key.decode(errors="replace"))
     return [*(Reply(key=name.encode(), value=value.encode()) for name, value in rows), Reply()]

@@ -1,6 +1,6 @@
 """Writing: set, add, replace, delete, append, prepend, flush.
 
-Each answer carries the CAS of the change (a DELETE's only for clients that said HELLO: plain memcached
+Each answer carries the CAS of the change (a DELETE's only for clients that sent HELLO: plain memcached
 clients do not expect one) and, where HELLO asked for it, the mutation token: branch and seqno.
 """
 
@@ -11,8 +11,9 @@ from upper.model.values import State
 from upper.server.auth import Role
 from upper.server.commands.keys import deadline
 from upper.server.table import Call, Reply, handles
-from upper.storage import Mode, Written
+from upper.storage import Mode, WriteResult
 from upper.wire.codes import DataType, Feature, Opcode
+from upper.wire.extras import STORE
 
 MODES = {
     Opcode.SET: Mode.SET,
@@ -24,12 +25,15 @@ MODES = {
 }
 
 
-def written(call: Call, change: Written, *, value: bytes = b"", cas: bool = True) -> Reply:
+NOT_JSON = ~int(DataType.JSON)
+
+
+def written(call: Call, change: WriteResult, *, value: bytes = b"", cas: bool = True) -> Reply:
     return Reply(cas=change.cas if cas else 0, extras=token(call, change), value=value)
 
 
-def token(call: Call, change: Written) -> bytes:
-    """Branch and seqno of a change, for clients that asked to be told."""
+def token(call: Call, change: WriteResult) -> bytes:
+    """Branch and seqno of a change, for clients that requested it."""
     if Feature.MUTATION_SEQNO not in call.connection.features:
         return b""
     return call.store.log.branch.to_bytes(8, "big") + change.seqno.to_bytes(8, "big")
@@ -41,9 +45,20 @@ def fits(call: Call, size: int) -> None:
         raise ValueTooLarge(f"a value has at most {limit} bytes, not {size}")
 
 
+def kept_expiry(call: Call, expiration: int) -> int:
+    """The expiration that a write stores: the present one, where the request asks to preserve it."""
+    item = call.store.read(call.key) if call.options.preserve_expiry else None
+    return expiration if item is None else item.expiration
+
+
+def nothing_to_preserve(call: Call) -> None:
+    if call.options.preserve_expiry:
+        raise InvalidArguments("this command leaves no expiry to preserve; leave the option out")
+
+
 def kind(call: Call) -> int:
     """The data type of a value. JSON is the only one that can be agreed on here."""
-    if call.data_type & ~DataType.JSON:
+    if call.data_type & NOT_JSON:
         raise InvalidArguments(f"data type 0x{call.data_type:02x} was not agreed on; send the value as it is")
     return call.data_type if Feature.JSON in call.connection.features else 0
 
@@ -55,29 +70,32 @@ def kind(call: Call) -> int:
     quiet=(Opcode.SETQ, Opcode.ADDQ, Opcode.REPLACEQ),
     role=Role.WRITE,
     state=State.ACTIVE,
-    extras=(8,),
-    key=True,
-    value=None,
+    options=True,
 )
 def put(call: Call) -> Reply:
     fits(call, len(call.value))
-    flags, expiration = int.from_bytes(call.extras[:4], "big"), int.from_bytes(call.extras[4:], "big")
+    flags, expiration = STORE.read(call.extras)
+    mode = MODES[Opcode(call.opcode)]
+    if mode is Mode.ADD:
+        nothing_to_preserve(call)
+    expires = kept_expiry(call, deadline(call, expiration))
     change = call.store.write(
         call.key,
         call.value,
         flags=flags,
-        expiration=deadline(call, expiration),
+        expiration=expires,
         cas=call.cas,
-        mode=MODES[Opcode(call.opcode)],
+        mode=mode,
         data_type=kind(call),
     )
     return written(call, change)
 
 
-@handles(Opcode.DELETE, quiet=(Opcode.DELETEQ,), role=Role.WRITE, state=State.ACTIVE, key=True)
+@handles(Opcode.DELETE, quiet=(Opcode.DELETEQ,), role=Role.WRITE, state=State.ACTIVE, options=True)
 def delete(call: Call) -> Reply:
+    nothing_to_preserve(call)
     change = call.store.delete(call.key, cas=call.cas)
-    return written(call, change, cas=call.connection.said_hello)
+    return written(call, change, cas=call.connection.sent_hello)
 
 
 @handles(
@@ -86,8 +104,7 @@ def delete(call: Call) -> Reply:
     quiet=(Opcode.APPENDQ, Opcode.PREPENDQ),
     role=Role.WRITE,
     state=State.ACTIVE,
-    key=True,
-    value=None,
+    options=True,
 )
 def extend(call: Call) -> Reply:
     item = call.store.read(call.key)
@@ -103,9 +120,9 @@ def extend(call: Call) -> Reply:
     return written(call, change)
 
 
-@handles(Opcode.FLUSH, quiet=(Opcode.FLUSHQ,), role=Role.WRITE, extras=(0, 4), waits=True)
+@handles(Opcode.FLUSH, quiet=(Opcode.FLUSHQ,), role=Role.WRITE, waits=True)
 def flush(call: Call) -> Reply:
-    """Empty every partition that is active here, now or after so many seconds."""
+    """Empty every partition that is active here, now or after a delay."""
     delay = int.from_bytes(call.extras, "big")
     if delay:
         call.node.flush_later(max(0, deadline(call, delay) - call.bucket.clock.seconds()))

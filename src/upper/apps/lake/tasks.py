@@ -1,0 +1,241 @@
+"""Tasks that read a bucket: changes of some partitions into files, and the ends a rollback may go back to.
+
+A task carries all it needs and returns a `TaskResult`. It writes files and commits nothing, so running it
+twice, or half of it, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from socket import gethostname
+from typing import Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from upper.apps.lake import files
+from upper.apps.lake.replay import by_partition, fold_group, newest_end, ordered, up_to
+from upper.apps.lake.schema import BATCH, CHANGES, LATEST, UNGROUPED, DataFile, LakeLayout, file_schema
+from upper.apps.lake.store import LakeStore, Place, StoreUnavailable
+from upper.client.position_codec import ResumePoints
+from upper.errors import InvalidArguments
+from upper.model.values import MAX_SEQNO, Partition, Seqno
+from upper.pipeline.plan import ReadRange, RollbackPlan
+from upper.pipeline.source import ChangeSource
+from upper.pipeline.target import Task
+from upper.spark.worker import settle
+
+MEMORY = 320 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
+UNGROUPED_BYTES = 8 * 1024 * 1024  # a batch up to this size is one file, whatever groups it belongs to
+MARKER = ".upper-lake"
+T_co = TypeVar("T_co", covariant=True)
+
+
+class LakeNotVisible(InvalidArguments):
+    """A worker does not see the lake under the path that the driver uses."""
+
+
+def write_marker(store: LakeStore, identity: str) -> str:
+    """The lake's id, from its marker file, which is made where there is none.
+
+    Two drivers that make it at the same time write the same id.
+    """
+    if (held := read_marker(store)) is not None:
+        return held
+    store.write(MARKER, identity.encode())
+    return identity
+
+
+def read_marker(store: LakeStore) -> str | None:
+    try:
+        return store.read(MARKER).decode() or None
+    except (OSError, StoreUnavailable):
+        return None
+
+
+@dataclass(frozen=True)
+class LakeTask(Generic[T_co]):
+    """A task, and the lake it is for: it runs only on a worker that sees this very lake.
+
+    A worker with another file system under the same path would write files that no reader finds.
+    """
+
+    root: LakeStore
+    marker: str
+    task: Task[T_co]
+
+    def __call__(self) -> T_co:
+        settle()
+        if read_marker(self.root) != self.marker:
+            raise LakeNotVisible(
+                f"the worker on {gethostname()} does not see the lake {self.root} (no {MARKER} of this lake "
+                "there); put the lake on storage that the driver and all workers mount under the same path"
+            )
+        return self.task()
+
+
+@dataclass
+class TaskResult:
+    """Files that a task wrote and files that they replace, and the positions that follow."""
+
+    add: list[DataFile] = field(default_factory=list)
+    remove: list[DataFile] = field(default_factory=list)
+    lost: list[DataFile] = field(default_factory=list)
+    places: dict[Partition, ResumePoints] = field(default_factory=dict)
+    rollbacks: dict[Partition, Seqno] = field(default_factory=dict)  # producers sent these back
+    rolled_back: dict[Partition, RollbackPlan] = field(default_factory=dict)
+    latest: list[DataFile] | None = None  # of a first load: what `latest` is after it
+    reached: dict[Partition, int] = field(default_factory=dict)  # the last seqno that was written
+    rows: int = 0
+    size: int = 0  # bytes of keys, values and columns, as read
+
+
+def merged(results: Iterable[TaskResult]) -> TaskResult:
+    """The results of several tasks as one."""
+    whole = TaskResult(latest=[])
+    for part in results:
+        # Only the result of all tasks together is the whole of `latest`.
+        both = whole.latest is not None and part.latest is not None
+        whole.latest = [*(whole.latest or ()), *(part.latest or ())] if both else None
+        whole.add += part.add
+        whole.remove += part.remove
+        whole.lost += part.lost
+        whole.places |= part.places
+        whole.rollbacks |= part.rollbacks
+        whole.rows += part.rows
+        whole.size += part.size
+    return whole
+
+
+@dataclass(frozen=True)
+class ReadRanges:
+    """Read some partitions to the end of a snapshot, and write the files of the next commit."""
+
+    root: LakeStore
+    layout: LakeLayout
+    source: ChangeSource
+    batch: int
+    ranges: Mapping[Partition, ReadRange]
+    first: bool = False  # the lake is empty: `latest` can be made of the rows in memory
+
+    def __call__(self) -> TaskResult:
+        done = TaskResult()
+        try:
+            rows = self._read(done)
+            whole = self._drop_partial_snapshots(done)
+            files.sync(self.root, CHANGES, done.add)
+            if self.first and whole and rows is not None and len(rows) == done.rows:
+                done.latest = []
+                for group, part in by_group(rows, self.layout):
+                    live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
+                    done.latest += files.write(self.root, LATEST, live, group=group)
+                files.sync(self.root, LATEST, done.latest)
+        except BaseException:
+            # The next attempt writes it all again: on a full disk nothing else would ever help.
+            for table, held in ((CHANGES, done.add), (LATEST, done.latest or ())):
+                files.discard(self.root, table, held)
+            raise
+        return done
+
+    def _read(self, done: TaskResult) -> pa.Table | None:
+        """Write the changes as they come, and record the positions; the rows that were written last."""
+        reading = self.source.read(
+            {partition: each.start for partition, each in self.ranges.items()},
+            {partition: each.end for partition, each in self.ranges.items()},
+        )
+        columns = [name for name in file_schema(CHANGES).names if name != BATCH]
+        held: list[pa.RecordBatch] = []
+        size = 0
+        for batch in reading:
+            held.append(batch.select(columns))
+            size += batch.nbytes
+            if size >= MEMORY:
+                self._write(held, size, done)
+                held, size = [], 0
+        rows = self._write(held, size, done)
+        done.rollbacks = dict(reading.rollbacks)
+        done.places = {
+            partition: self.ranges[partition].reached(place)
+            for partition, place in reading.places.items()
+            if partition in self.ranges and partition not in done.rollbacks
+        }
+        return rows
+
+    def _write(self, held: list[pa.RecordBatch], size: int, done: TaskResult) -> pa.Table | None:
+        if not held:
+            return None
+        rows = ordered(pa.Table.from_batches(held), once=True)
+        if done.reached:
+            # A snapshot that began again may repeat rows that are in a file already.
+            parts = by_partition(rows)
+            rows = pa.concat_tables(
+                [rows.slice(0, 0), *(part.slice(up_to(part, done.reached.get(p, 0))) for p, part in parts)]
+            )
+        rows = rows.append_column(BATCH, pa.repeat(pa.scalar(self.batch, pa.int64()), len(rows)))
+        done.rows += len(rows)
+        done.size += size
+        for partition, part in by_partition(rows):
+            done.reached[partition] = part["seqno"][-1].as_py()
+        done.add += write_grouped(self.root, CHANGES, rows, self.layout)
+        return rows
+
+    def _drop_partial_snapshots(self, done: TaskResult) -> bool:
+        """Write again without rows of a snapshot that did not end, or of a history that was replaced.
+
+        True when there were none.
+        """
+        ends = {}
+        for partition, reached in done.reached.items():
+            whole = done.places.get(partition, self.ranges[partition].start).position.seqno
+            if reached > whole:
+                ends[partition] = whole
+        for file in [file for file in done.add if any(map(file.may_hold, ends))]:
+            rows = files.read(self.root, CHANGES, [file])
+            table = pa.concat_tables(
+                [
+                    part.slice(0, up_to(part, ends.get(partition, MAX_SEQNO)))
+                    for partition, part in by_partition(rows)
+                ]
+            )
+            done.rows -= len(rows) - len(table)
+            done.add.remove(file)
+            done.add += files.write(self.root, CHANGES, table, group=file.group)
+            files.discard(self.root, CHANGES, [file])
+        return not ends
+
+
+@dataclass(frozen=True)
+class FindEnds:
+    """Find, for some partitions, the newest seqno up to a limit at which the lake was consistent."""
+
+    root: LakeStore
+    files: tuple[DataFile, ...]
+    at_most: Mapping[Partition, Seqno]
+
+    def __call__(self) -> dict[Partition, Seqno]:
+        hits = [file for file in self.files if any(map(file.may_hold, self.at_most))]
+        rows = files.read(self.root, CHANGES, hits, columns=("partition", "seqno", BATCH))
+        found = {}
+        for partition, part in by_partition(rows):
+            if partition in self.at_most and (end := newest_end(part, self.at_most[partition])):
+                found[partition] = end
+        return found
+
+
+def write_grouped(root: Place, table: str, rows: pa.Table, layout: LakeLayout) -> list[DataFile]:
+    """Write ordered rows: few rows into one file, more into files of their groups."""
+    parts = list(by_group(rows, layout))
+    if len(parts) > 1 and rows.nbytes <= UNGROUPED_BYTES:
+        return files.write(root, table, rows, group=UNGROUPED)
+    return [file for group, part in parts for file in files.write(root, table, part, group=group)]
+
+
+def by_group(rows: pa.Table, layout: LakeLayout) -> Iterator[tuple[int, pa.Table]]:
+    """The rows of each group of an ordered table; nothing is copied."""
+    groups = rows["partition"].to_numpy().astype(np.int64) * layout.groups // layout.partitions
+    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]
+    for start, end in pairwise(edges):
+        if end > start:
+            yield int(groups[start]), rows.slice(start, end - start)

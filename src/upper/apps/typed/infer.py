@@ -1,0 +1,160 @@
+"""A proposal of typed tables, made from some keys and values. It accepts everything that it was made from.
+
+Keys are grouped by what they begin with, up to the first `:` or `/`. A column has the narrowest type that
+holds all values that were seen, except that integers are always `long`: the next one may be larger. Objects
+become columns of their members, up to three levels; arrays, and members of mixed types, become `json`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from upper.apps.typed.convert import CONVERTERS, Misfit
+from upper.apps.typed.definitions import HISTORY, REJECTED, TypedColumn, TypedTable, reserved
+from upper.apps.views.definitions import NAME, RELATIONS
+
+LEVELS = 3
+MOST_COLUMNS = 200  # of a table; a map with a member for each customer is no set of columns
+SEPARATOR = re.compile(rb"[:/]+")
+# From narrow to wide; the first that takes all values is the type of a column.
+CANDIDATES = ("boolean", "long", "double", "date", "timestamp", "string", "json")
+
+
+@dataclass
+class SeenMember:
+    """A member of documents, and what is true of all its values."""
+
+    path: tuple[str, ...]
+    kinds: list[str] = field(default_factory=lambda: list(CANDIDATES))
+    seen: int = 0
+
+    def note(self, value: Any) -> None:
+        self.seen += 1
+        self.kinds = [kind for kind in self.kinds if _takes(kind, value)]
+
+
+@dataclass
+class SeenKeys:
+    """The keys with one beginning."""
+
+    prefix: bytes
+    keys: int = 0
+    documents: int = 0
+    numbers: bool = True  # the rest of every key is a number, written as numbers are
+    texts: bool = True  # the rest of every key is UTF-8
+    members: dict[tuple[str, ...], SeenMember] = field(default_factory=dict)
+
+
+def _takes(kind: str, value: Any) -> bool:
+    try:
+        CONVERTERS[kind](value)
+    except Misfit:
+        return False
+    return True
+
+
+def propose(items: Iterable[tuple[bytes, bytes]]) -> list[tuple[TypedTable, SeenKeys]]:
+    """Tables for keys and values. Keys whose values are no JSON objects get no table."""
+    groups: dict[bytes, SeenKeys] = {}
+    for key, value in items:
+        found = SEPARATOR.search(key)
+        prefix = key[: found.end()] if found is not None and 0 < found.end() < len(key) else b""
+        seen = groups.setdefault(prefix, SeenKeys(prefix))
+        seen.keys += 1
+        try:
+            document = json.loads(value.decode())
+            prefix.decode()
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(document, dict):
+            seen.documents += 1
+            rest = key[len(prefix) :]
+            seen.numbers &= re.fullmatch(rb"0|[1-9][0-9]{0,17}", rest) is not None
+            seen.texts &= rest == rest.decode(errors="ignore").encode()
+            for path, member in _members(document):
+                seen.members.setdefault(path, SeenMember(path)).note(member)
+    taken = {*RELATIONS, REJECTED, *reserved()}
+    tables = []
+    for prefix, seen in sorted(groups.items()):
+        if seen.documents and len(seen.members) <= MOST_COLUMNS and not set(prefix) & set(b"{}*"):
+            table = _table(seen, taken)
+            tables += [(table, seen)] if table.columns else []
+    return tables
+
+
+def _members(
+    document: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The members of an object, and of the objects in it. A null says nothing about a type."""
+    for name, value in document.items():
+        path = (*above, name)
+        if isinstance(value, dict) and value and len(path) < LEVELS:
+            yield from _members(value, path)
+        elif value is not None and all(path):
+            yield path, value
+
+
+def _table(seen: SeenKeys, taken: set[str]) -> TypedTable:
+    base = re.sub(r"[^a-z0-9]+", "_", seen.prefix.decode().lower()).strip("_") or "items"
+    name = _free(f"{base}s" if base in taken else base, taken)
+    key = f"{seen.prefix.decode()}{{id}}" if seen.prefix else "*"
+    used = {*HISTORY, "partition_group"}
+    columns = []
+    if seen.prefix and seen.texts:
+        columns.append(TypedColumn(_free("id", used), "long" if seen.numbers else "string", part="id"))
+    # A path that is an object in one document and a value in another: the objects are one column of JSON.
+    mixed = {
+        path
+        for path in seen.members
+        if any(path == other[: len(path)] and path != other for other in seen.members)
+    }
+    for path, member in seen.members.items():
+        if not any(path[:end] in mixed for end in range(1, len(path))):
+            kind = "json" if path in mixed else next(iter(member.kinds), "json")
+            columns.append(TypedColumn(_free(_identifier(path), used), kind, path))
+    return TypedTable(name, key, tuple(columns))
+
+
+def _identifier(path: tuple[str, ...]) -> str:
+    text = re.sub(r"[^A-Za-z0-9]+", "_", "_".join(path)).strip("_")[:60]
+    return text if text[:1].isalpha() else f"c_{text}".rstrip("_")
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """A name that no other one is equal to, also in capital letters."""
+    name = name if NAME.fullmatch(name.lower()) else f"t_{name}"[:60]
+    number, free = 2, name
+    while free.lower() in taken:
+        free, number = f"{name[:56]}_{number}", number + 1
+    taken.add(free.lower())
+    return free
+
+
+def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
+    """The proposal as a file to be read, changed and given to `upper sync --types`."""
+    import yaml
+
+    def named(name: str) -> str:
+        return name if yaml.safe_load(name) == name else json.dumps(name)  # `on` is a boolean in YAML
+
+    lines = [
+        "# A proposal from the data of the lake: read it, change it, then: upper sync URL LAKE --types FILE",
+        "tables:",
+    ]
+    for table, seen in proposed:
+        lines += [f"  {named(table.name)}:  # {seen.documents:,} JSON objects among {seen.keys:,} keys"]
+        lines += [f"    key: {json.dumps(table.key, ensure_ascii=False)}", "    columns:"]
+        for column in table.columns:
+            if column.part:
+                said = f"{{part: {column.part}, type: {column.kind}}}"
+            elif column.path == (column.name,):
+                said = column.kind
+            else:
+                path = json.dumps(list(column.path), ensure_ascii=False)
+                said = f"{{path: {path}, type: {column.kind}}}"
+            lines.append(f"      {named(column.name)}: {said}")
+    return "\n".join(lines) + "\n"

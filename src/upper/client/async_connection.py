@@ -1,0 +1,214 @@
+"""Connections of the asyncio driver: opening one, logging in, and exchanging packets.
+
+`PipelinedConnection` carries key-value requests: requests of many calls are in flight together, and
+responses are matched to them in order, as nodes send them. `StreamingConnection` carries a stream: bytes
+are read when the consumer asks for them. What is sent, and what it means, is decided in `login`, `commands`
+and `follow`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from upper.client.bucket import GATHER
+from upper.client.link import Answer, Link, Purpose, finals
+from upper.client.login import Login
+from upper.client.sockets import ConnectOptions, hung_up, lost, no_node, no_tls, prepare, reason_of
+from upper.client.url import NodeAddress
+from upper.errors import RemoteProtocolError, Unreachable, UpperError
+
+READ = GATHER  # bytes read from a stream at once; what goes into one record batch, at most
+AHEAD = READ // 2  # bytes after which asyncio stops reading from a socket; it may hold twice as many
+
+
+class _Pending:
+    """Requests that wait for their responses."""
+
+    __slots__ = ("answers", "done", "missing")
+
+    def __init__(self, count: int, answers: list[Answer], done: asyncio.Future[None]) -> None:
+        self.missing, self.answers, self.done = count, answers, done
+
+
+class PipelinedConnection(asyncio.Protocol):
+    """A connection on which the requests of many calls are in flight together."""
+
+    def __init__(self, node: NodeAddress) -> None:
+        self.node = node
+        self.closed = False
+        self._link = Link()
+        self._pending: deque[_Pending] = deque()
+        self._unsent: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+
+    async def exchange(self, data: bytes, count: int, answers: list[Answer]) -> None:
+        """Send requests, and append their responses, also those that come before a failure.
+
+        A cancellation leaves the connection usable.
+        """
+        if not self._writable.is_set():
+            await self._writable.wait()
+        if self.closed:
+            raise Unreachable(f"{self.node} closed the connection; is it running?")
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._pending.append(_Pending(count, answers, done))
+        if not self._unsent:
+            # Requests of calls that run in the same turn of the loop leave in one write.
+            self._loop.call_soon(self._send)
+        self._unsent.append(data)
+        await done
+
+    def _send(self) -> None:
+        if self._transport is not None and self._unsent:
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    def close(self, error: BaseException | None = None) -> None:
+        self.closed = True
+        if self._transport is not None:
+            with suppress(RuntimeError):  # the loop may be closed already
+                self._transport.abort()
+        self._fail(error or ConnectionResetError("the connection was closed"))
+
+    # ── asyncio calls these ───────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        prepare(transport.get_extra_info("socket"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+        self._fail(exc or ConnectionResetError("the node closed the connection"))
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def data_received(self, data: bytes) -> None:
+        pending = self._pending
+        try:
+            for answer in self._link.receive(data):
+                if not pending:
+                    raise RemoteProtocolError("the node sent a response to no request")
+                first = pending[0]
+                first.answers.append(answer)
+                if answer.final:
+                    first.missing -= 1
+                    if not first.missing:
+                        pending.popleft()
+                        if not first.done.done():
+                            first.done.set_result(None)
+        except RemoteProtocolError as error:
+            self.close(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._writable.set()
+        self._unsent.clear()
+        while self._pending:
+            done = self._pending.popleft().done
+            if not done.done():
+                done.set_exception(error if isinstance(error, UpperError) else lost(error))
+
+
+class StreamingConnection:
+    """A connection for one stream."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer, self._link = reader, writer, Link()
+
+    async def exchange(self, data: bytes, count: int, answers: list[Answer]) -> None:
+        self.writer.write(data)
+        while count:
+            piece = await self.reader.read(READ)
+            if not piece:
+                raise lost("the node closed the connection")
+            some = self._link.receive(piece)
+            answers += some
+            count -= finals(some)
+
+    def close(self) -> None:
+        with suppress(RuntimeError):  # the loop may be closed already
+            self.writer.close()
+
+
+async def open_pipelined(
+    access: ConnectOptions, node: NodeAddress, *, purpose: Purpose = Purpose.REQUESTS
+) -> PipelinedConnection:
+    loop = asyncio.get_running_loop()
+    with _explained(node):
+        _, connection = await loop.create_connection(
+            lambda: PipelinedConnection(node),
+            node.host,
+            node.port,
+            ssl=access.tls,
+            server_hostname=node.host if access.tls else None,
+        )
+    await _log_in(access, node, connection, access.login(node, purpose=purpose))
+    return connection
+
+
+async def open_streaming(access: ConnectOptions, node: NodeAddress) -> StreamingConnection:
+    with _explained(node):
+        reader, writer = await asyncio.open_connection(
+            node.host,
+            node.port,
+            ssl=access.tls,
+            limit=AHEAD,
+            server_hostname=node.host if access.tls else None,
+        )
+    prepare(writer.get_extra_info("socket"))
+    connection = StreamingConnection(reader, writer)
+    await _log_in(access, node, connection, access.login(node))
+    return connection
+
+
+async def _log_in(
+    access: ConnectOptions,
+    node: NodeAddress,
+    connection: PipelinedConnection | StreamingConnection,
+    steps: Login,
+) -> None:
+    try:
+        packet = next(steps)
+        while True:
+            answers: list[Answer] = []
+            await connection.exchange(packet, 1, answers)
+            packet = steps.send(answers[0])
+    except StopIteration:
+        return
+    except (OSError, Unreachable):
+        connection.close()
+        raise hung_up(node, plain=access.tls is None) from None
+    except RemoteProtocolError:
+        connection.close()
+        raise no_node(node) from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+@contextmanager
+def _explained(node: NodeAddress) -> Iterator[None]:
+    """Failures to connect, as Unreachable."""
+    try:
+        yield
+    except ssl.SSLCertVerificationError as error:
+        raise Unreachable(
+            f"the certificate of {node} is not trusted ({error.verify_message}); name its authority: ?ca=FILE"
+        ) from None
+    except ssl.SSLError as error:
+        raise no_tls(node, error) from None
+    except OSError as error:
+        raise Unreachable(
+            f"{node} cannot be reached ({reason_of(error)}); is a node running there?"
+        ) from None

@@ -1,0 +1,131 @@
+"""The calls that both buckets have, taken from `Commands`: blocking in `Bucket`, awaitable in `AsyncBucket`.
+
+A bucket supplies `_run`, which performs a call. Everything else about a call (name, parameters, docstring,
+what is sent and returned) is written once, in `commands`, so the two buckets cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from random import random
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from upper.client.calls import Call, Text, as_key
+from upper.client.commands import Commands
+from upper.client.routes import Routes
+from upper.client.url import Address
+from upper.errors import InvalidArguments
+from upper.model.values import Partition
+
+if TYPE_CHECKING:
+    from upper.client.asynchronous import AsyncBucket
+    from upper.client.bucket import Bucket
+
+P = ParamSpec("P")
+T = TypeVar("T")
+TIMEOUT = 10.0  # seconds that a call may take
+
+
+if TYPE_CHECKING:
+
+    class Operation(Generic[P, T]):
+        """A method that returns T from a `Bucket`, and a coroutine of T from an `AsyncBucket`."""
+
+        def __init__(self, call: Callable[Concatenate[Commands, P], Call[T]]) -> None: ...
+
+        @overload
+        def __get__(self, bucket: Bucket, owner: object = None) -> Callable[P, T]: ...
+
+        @overload
+        def __get__(
+            self, bucket: AsyncBucket, owner: object = None
+        ) -> Callable[P, Coroutine[Any, Any, T]]: ...
+
+        def __get__(self, bucket: Any, owner: object = None) -> Any: ...
+
+else:
+
+    def Operation(call):
+        """The method that performs this call."""
+
+        @wraps(call)
+        def method(self, *args, **more):
+            return self._run(call(self._commands, *args, **more))
+
+        return method
+
+
+class BucketOperations:
+    """The calls and properties of every bucket."""
+
+    def __init__(self, address: Address, *, timeout: float | None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise InvalidArguments(f"timeout is {timeout}; give a number of seconds above 0")
+        self.address = address
+        self.timeout = timeout or address.timeout or TIMEOUT
+        self._commands = Commands(address, random=random)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<bucket {self.address}>"
+
+    # ── The cluster map ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def routes(self) -> Routes:
+        """The cluster map as last received."""
+        return self._commands.routes
+
+    @property
+    def partitions(self) -> int:
+        """How many partitions the bucket has."""
+        return self._commands.routes.partitions
+
+    def partition_of(self, key: Text) -> Partition:
+        """The partition of a key."""
+        return self._commands.routes.partition_of(as_key(key))
+
+    learn = Operation(Commands.learn)
+
+    # ── One key ───────────────────────────────────────────────────────────────────────────────────
+
+    get = Operation(Commands.get)
+    exists = Operation(Commands.exists)
+    metadata = Operation(Commands.metadata)
+    ttl = Operation(Commands.ttl)
+    set = Operation(Commands.set)
+    add = Operation(Commands.add)
+    replace = Operation(Commands.replace)
+    append = Operation(Commands.append)
+    prepend = Operation(Commands.prepend)
+    delete = Operation(Commands.delete)
+    touch = Operation(Commands.touch)
+    get_and_touch = Operation(Commands.get_and_touch)
+    get_and_lock = Operation(Commands.get_and_lock)
+    unlock = Operation(Commands.unlock)
+    incr = Operation(Commands.incr)
+    decr = Operation(Commands.decr)
+
+    wait_until_durable = Operation(Commands.wait_until_durable)
+
+    # ── Many keys, pipelined ──────────────────────────────────────────────────────────────────────
+
+    get_many = Operation(Commands.get_many)
+    set_many = Operation(Commands.set_many)
+    delete_many = Operation(Commands.delete_many)
+    copy_many = Operation(Commands.copy_many)
+    copy_arrow = Operation(Commands.copy_arrow)
+    copy_outcomes = Operation(Commands.copy_outcomes)
+    metadata_many = Operation(Commands.metadata_many)
+    swap_many = Operation(Commands.swap_many)
+
+    # ── Nodes and partitions ──────────────────────────────────────────────────────────────────────
+
+    stats = Operation(Commands.stats)
+    seqnos = Operation(Commands.seqnos)
+    failover_log = Operation(Commands.failover_log)
+    failover_logs = Operation(Commands.failover_logs)
+    promote = Operation(Commands.promote)
+    plan_promotion = Operation(Commands.plan_promotion)
+    flush = Operation(Commands.flush)

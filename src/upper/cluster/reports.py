@@ -1,0 +1,75 @@
+"""What live nodes report about their copies, asked over the protocol, within a bounded time.
+
+A node that does not answer in time is left out: its copies count as having no progress.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from upper.client.calls import Exchange
+from upper.client.sockets import ConnectionPool, ConnectOptions
+from upper.client.url import NodeAddress, parse_node
+from upper.cluster.bucket_map import Epoch, NodeId
+from upper.cluster.failover import Progress
+from upper.errors import RemoteProtocolError, UpperError
+from upper.model.values import Partition, Seqno
+from upper.wire.codes import Opcode
+from upper.wire.packet import REQUEST, pack
+
+AT_ONCE = 32  # nodes that are asked at the same time
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What one node says about itself."""
+
+    copies: Mapping[Partition, Progress]
+    lease_age: float  # seconds since the last renewal of its lease was sent
+
+
+def ask_nodes(
+    addresses: Mapping[NodeId, str], access: ConnectOptions, *, seconds: float
+) -> Mapping[NodeId, NodeReport]:
+    """The report of every node that answers within `seconds`."""
+    if not addresses:
+        return {}
+    deadline = time.monotonic() + seconds
+    with ThreadPoolExecutor(min(AT_ONCE, len(addresses))) as threads:
+        asked = {
+            node: threads.submit(_ask, parse_node(address), access, deadline)
+            for node, address in addresses.items()
+        }
+    return {node: report for node, future in asked.items() if (report := future.result()) is not None}
+
+
+def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeReport | None:
+    try:
+        rows = statistics(node, access, "cluster-copies", deadline=deadline)
+        copies = {
+            Partition(int(number)): (Epoch(epoch), Seqno(seqno))
+            for number, (epoch, seqno) in json.loads(rows["copies"]).items()
+        }
+        return NodeReport(copies, float(rows["lease_age"]))
+    except (UpperError, KeyError, ValueError, TypeError):
+        return None
+
+
+def statistics(node: NodeAddress, access: ConnectOptions, group: str, *, deadline: float) -> dict[str, str]:
+    """A STAT group of one node. `deadline` is of the monotonic clock."""
+    pool = ConnectionPool(access)
+    try:
+        packet = pack(REQUEST, Opcode.STAT, key=group.encode())
+        replies = pool.exchange(Exchange({node: [packet]}), deadline)
+    finally:
+        pool.close()
+    if node in replies.failures:
+        raise replies.failures[node]
+    lines = replies.answers[node]
+    if any(line.status for line in lines):
+        raise RemoteProtocolError(f"{node} has no statistics {group!r}; upgrade it")
+    return {line.key.decode(): line.value.decode() for line in lines if not line.final}

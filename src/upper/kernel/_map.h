@@ -1,0 +1,774 @@
+/* The records of one partition, by key and in the order of their seqnos; part of _compiled.pyx, by way of _map.pxi.
+ *
+ * A map is a chain of blocks and an index. Blocks hold *cells* one behind the other, in the order of seqnos over the whole
+ * chain. A cell is one of three:
+ *   - a record as it goes over the wire. Its opaque is 0, or, once it is dead, the epoch of its death;
+ *   - LARGE: head and key of a mutation and a pointer to the bytes object that has all of it. Both a large value and what
+ *     refers to it (the open batch, a stream) are copied nowhere;
+ *   - COLD: key, seqno and the location of a record that is not in memory.
+ * The body length in a cell's header is that of the cell, so that a walk needs nothing else.
+ *
+ * A view is a list of blocks with the epoch in which it was taken: it sees the cells that were alive then. A change
+ * to a cell that a view could see is made in a copy of its block, and cleaning copies the living to other blocks, so a block
+ * that a view holds says to it what it always said.
+ *
+ * The index has 8 bytes a slot: 24 bits of a keyed hash, 20 for the block, 20 for the offset of the cell. The place of a
+ * slot follows from its 24 bits alone, so the index grows without touching a cell.
+ *
+ * Everything is called with the interpreter's lock. Functions that may lack memory say so before they changed anything. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+enum {
+    CELL_COLD = 0x00,
+    CELL_LARGE = 0xD6, /* MUTATION with the high bit */
+    COLD_EXTRAS = 20,  /* seqno, slot and offset of the file, length of the record */
+    COLD_HEAD = HEADER_BYTES + COLD_EXTRAS,
+    AT_COLD_PLACE = 32,
+    AT_COLD_LENGTH = 40,
+    LARGE_VALUE = 1024, /* bytes of a value from which on it is not in a block */
+    FIRST_BLOCK = 1 << 10, /* bytes of the first block of a map, and of the smallest and largest of the others, about */
+    SMALLEST_BLOCK = 4 << 10,
+    LARGEST_BLOCK = 256 << 10,
+    TAG_BITS = 24,
+    BLOCK_BITS = 20,
+    OFFSET_BITS = 20,
+    FEWEST_SLOTS = 8,
+    MARKS = 8, /* places in the last block that a map remembers */
+    HUGE_INDEX = 4 << 20, /* bytes of an index from which on it has pages of its own */
+    WORTH_CLEANING = 1024, /* dead bytes below which a map is left alone */
+    DEAD_SHARE = 5         /* of the living bytes, the share that may be dead */
+};
+
+/* ── Memory of blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
+ * Blocks of one size share a region, which goes back to the system when the last of them is free; one empty region of each
+ * size is kept. The C library would keep what lies below a block that is in use. */
+
+#define CLASSES 5 /* of blocks: 1, 4, 16, 64 and 256 KB. Fewer sizes leave fewer regions with little in them. */
+
+typedef struct map_region {
+    struct map_region *next, *before; /* among those with a free block */
+    void *free;                       /* a list of free blocks */
+    uint32_t used, made, most;        /* blocks in use, ever handed out, and that fit */
+    uint32_t kind;
+} map_region;
+
+typedef struct map_block {
+    map_region *region; /* NULL: from malloc */
+    uint64_t first;     /* seqno of its first cell */
+    uint32_t references, id;
+    uint32_t room, used, dead; /* bytes of cells */
+    uint32_t large;            /* cells with a large record */
+    uint64_t kept;             /* bytes of large records that are dead, for views */
+    uint8_t cells[];
+} map_block;
+
+static map_region *map_regions[CLASSES]; /* with a free block */
+static uint32_t map_empty[CLASSES];      /* regions without a block in use */
+static uint64_t map_held;                /* bytes of all regions and other blocks */
+
+static size_t map_region_size(uint32_t kind) { return kind < 2 ? 64 << 10 : kind < 3 ? 256 << 10 : 1 << 20; }
+
+/* Bytes of a block of this class: a little less than its name says, because the region has a head. */
+static inline size_t map_class_size(uint32_t kind) {
+    size_t all = map_region_size(kind);
+    return (all - sizeof(map_region)) / (all / ((size_t)FIRST_BLOCK << 2 * kind)) & ~(size_t)15;
+}
+
+static void map_unlist(map_region *r) {
+    if (r->before) r->before->next = r->next;
+    else map_regions[r->kind] = r->next;
+    if (r->next) r->next->before = r->before;
+    r->next = r->before = NULL;
+}
+
+static void map_enlist(map_region *r) {
+    r->before = NULL;
+    r->next = map_regions[r->kind];
+    if (r->next) r->next->before = r;
+    map_regions[r->kind] = r;
+}
+
+/* A block with room for `need` bytes of cells; of the largest class up to `wanted` bytes, if that is more. NULL without
+ * memory. */
+static map_block *map_new_block(size_t wanted, size_t need) {
+    map_block *b;
+#ifdef UPPER_EXACT_BLOCKS /* a block for each cell, so that a sanitizer sees where it ends */
+    wanted = 0;
+    size_t size = sizeof(map_block) + need;
+    uint32_t kind = CLASSES;
+#else
+    uint32_t kind = 0;
+    while (kind < CLASSES - 1 && ((size_t)FIRST_BLOCK << 2 * (kind + 1) <= wanted || map_class_size(kind) < need + sizeof(map_block))) kind++;
+    size_t size = map_class_size(kind);
+    if (size < need + sizeof(map_block)) {
+        kind = CLASSES;
+        size = need + sizeof(map_block);
+    }
+#endif
+    if (kind == CLASSES) {
+        b = malloc(size);
+        if (b == NULL) return NULL;
+        map_held += size;
+        b->region = NULL;
+    } else {
+        map_region *r = map_regions[kind];
+        if (r == NULL) {
+            size_t all = map_region_size(kind);
+            r = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (r == MAP_FAILED) return NULL;
+            map_held += all;
+            r->free = NULL;
+            r->used = r->made = 0;
+            r->kind = kind;
+            r->most = (uint32_t)((all - sizeof(map_region)) / size);
+            map_enlist(r);
+            map_empty[kind]++;
+        }
+        if (r->used == 0) map_empty[kind]--;
+        if (r->free != NULL) {
+            b = r->free;
+            r->free = *(void **)b;
+        } else {
+            b = (map_block *)((uint8_t *)r + sizeof(map_region) + (size_t)r->made++ * size);
+        }
+        if (++r->used == r->most) map_unlist(r);
+        b->region = r;
+    }
+    b->references = 1;
+    b->room = (uint32_t)(size - sizeof(map_block));
+    b->used = b->dead = b->large = b->id = 0;
+    b->first = b->kept = 0;
+    return b;
+}
+
+/* What a block takes of a map's memory. */
+static inline size_t map_weight(const map_block *b) { return b->room + sizeof(map_block); }
+
+static void map_free_memory(map_block *b) {
+    map_region *r = b->region;
+    if (r == NULL) {
+        map_held -= map_weight(b);
+        free(b);
+        return;
+    }
+    uint32_t kind = r->kind;
+    if (r->used-- == r->most) map_enlist(r);
+    *(void **)b = r->free;
+    r->free = b;
+    if (r->used) return;
+    if (map_empty[kind]) {
+        map_unlist(r);
+        map_held -= map_region_size(kind);
+        munmap(r, map_region_size(kind));
+    } else {
+        map_empty[kind]++;
+    }
+}
+
+/* ── Cells ──────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static inline uint32_t cell_length(const uint8_t *c) { return HEADER_BYTES + get32(c + 8); }
+static inline uint32_t cell_key_length(const uint8_t *c) { return get16(c + 2); }
+static inline const uint8_t *cell_key(const uint8_t *c) { return c + HEADER_BYTES + c[4]; }
+static inline uint64_t cell_seqno(const uint8_t *c) { return get64(c + 24); }
+static inline uint32_t cell_died(const uint8_t *c) { return get32(c + 12); }
+
+/* Bytes of a cell that count as alive: one that became cold in its place is longer than it needs to be. */
+static inline uint32_t cell_needs(const uint8_t *c) {
+    return c[1] == CELL_COLD ? COLD_HEAD + cell_key_length(c) : cell_length(c);
+}
+
+static inline PyObject *cell_object(const uint8_t *c) {
+    PyObject *object;
+    memcpy(&object, c + cell_length(c) - sizeof object, sizeof object);
+    return object;
+}
+
+static inline void cell_set_object(uint8_t *c, PyObject *object) {
+    memcpy(c + cell_length(c) - sizeof object, &object, sizeof object);
+}
+
+/* The record of a cell that is not cold. */
+static inline const uint8_t *cell_record(const uint8_t *c) {
+    return c[1] == CELL_LARGE ? (const uint8_t *)PyBytes_AS_STRING(cell_object(c)) : c;
+}
+
+static inline size_t cell_record_length(const uint8_t *c) {
+    if (c[1] == CELL_COLD) return get32(c + AT_COLD_LENGTH);
+    return c[1] == CELL_LARGE ? (size_t)PyBytes_GET_SIZE(cell_object(c)) : cell_length(c);
+}
+
+static inline int cell_is_deletion(const uint8_t *c) { return c[1] != MUTATION_OPCODE && c[1] != CELL_LARGE && c[1] != CELL_COLD; }
+
+static void block_release(map_block *b) {
+    if (--b->references) return;
+    for (uint32_t at = 0; b->large && at < b->used; at += cell_length(b->cells + at))
+        if (b->cells[at + 1] == CELL_LARGE) {
+            Py_XDECREF(cell_object(b->cells + at));
+            b->large--;
+        }
+    map_free_memory(b);
+}
+
+/* ── A keyed hash: SipHash with one and three rounds ──────────────────────────────────────────────────────────────────── */
+
+static uint64_t map_secret[2];
+
+#define ROTATED(x, b) ((x) << (b) | (x) >> (64 - (b)))
+#define SIP_ROUND                                                                                                              \
+    do {                                                                                                                       \
+        v0 += v1; v1 = ROTATED(v1, 13); v1 ^= v0; v0 = ROTATED(v0, 32);                                                        \
+        v2 += v3; v3 = ROTATED(v3, 16); v3 ^= v2;                                                                              \
+        v0 += v3; v3 = ROTATED(v3, 21); v3 ^= v0;                                                                              \
+        v2 += v1; v1 = ROTATED(v1, 17); v1 ^= v2; v2 = ROTATED(v2, 32);                                                        \
+    } while (0)
+
+static inline uint32_t map_tag(const uint8_t *key, size_t length) {
+    uint64_t v0 = map_secret[0] ^ 0x736f6d6570736575ULL, v1 = map_secret[1] ^ 0x646f72616e646f6dULL;
+    uint64_t v2 = map_secret[0] ^ 0x6c7967656e657261ULL, v3 = map_secret[1] ^ 0x7465646279746573ULL;
+    uint64_t m, last = (uint64_t)length << 56;
+    for (; length >= 8; length -= 8, key += 8) {
+        memcpy(&m, key, 8);
+        v3 ^= m;
+        SIP_ROUND;
+        v0 ^= m;
+    }
+    m = 0;
+    memcpy(&m, key, length);
+    last |= m; /* of a big-endian machine another hash, and as good a one */
+    v3 ^= last;
+    SIP_ROUND;
+    v0 ^= last;
+    v2 ^= 0xff;
+    SIP_ROUND;
+    SIP_ROUND;
+    SIP_ROUND;
+    return (uint32_t)((v0 ^ v1 ^ v2 ^ v3) >> (64 - TAG_BITS));
+}
+
+/* ── The map ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    map_block **chain; /* in the order of seqnos */
+    uint32_t blocks, chain_room;
+    map_block **by_id; /* as the index names them; 0 is no block */
+    uint32_t *free_ids;
+    uint32_t ids, id_room, ids_free;
+    uint64_t *slots;
+    uint64_t slot_count, count;
+    uint64_t live, dead;                  /* bytes of cells */
+    uint64_t size, evicted, tombstones;   /* bytes of all records and of those not in memory; how many are deletions */
+    uint64_t blocks_bytes, objects_bytes; /* what blocks and large records take */
+    uint64_t kept;                        /* of the latter, dead */
+    uint64_t last;                        /* the highest seqno of an entry */
+    uint32_t epoch, cleaned;              /* the epoch of deaths from here on; the block to be cleaned next */
+    int died;                             /* something did, in this epoch */
+    /* Places in the last block, so that a view of what is near the end need not walk all of it: cells that begin there, the
+     * oldest first. There are none after anything else than a put has changed the chain. */
+    struct {
+        uint64_t seqno;
+        uint32_t at;
+    } marks[MARKS];
+    uint32_t marked;
+} upper_map;
+
+#define LOCATION_BITS (BLOCK_BITS + OFFSET_BITS)
+#define LOCATION_MASK (((uint64_t)1 << LOCATION_BITS) - 1)
+#define LAST_EPOCH 0xFFFFFFF0u
+
+static inline map_block *map_block_of(const upper_map *m, uint64_t slot) {
+    return m->by_id[slot >> OFFSET_BITS & (((uint64_t)1 << BLOCK_BITS) - 1)];
+}
+
+static inline uint8_t *map_cell(const upper_map *m, uint64_t slot) {
+    return map_block_of(m, slot)->cells + (slot & (((uint64_t)1 << OFFSET_BITS) - 1));
+}
+
+/* The slot of the cell that is about to be written to the end of a block. */
+static inline uint64_t map_slot(uint32_t tag, const map_block *b) {
+    return (uint64_t)tag << LOCATION_BITS | (uint64_t)b->id << OFFSET_BITS | b->used;
+}
+
+static inline uint64_t map_home(const upper_map *m, uint32_t tag) { return (uint64_t)tag * m->slot_count >> TAG_BITS; }
+
+static inline uint64_t map_memory(const upper_map *m) {
+    return m->blocks_bytes + m->objects_bytes + 8 * m->slot_count + sizeof(map_block *) * (m->chain_room + m->id_room) + 4 * m->id_room;
+}
+
+static void map_init(upper_map *m) {
+    memset(m, 0, sizeof *m);
+    m->epoch = 1;
+}
+
+static void map_free_slots(uint64_t *slots, uint64_t count);
+
+static void map_clear(upper_map *m) {
+    for (uint32_t i = 0; i < m->blocks; i++) block_release(m->chain[i]);
+    free(m->chain);
+    free(m->by_id);
+    free(m->free_ids);
+    map_free_slots(m->slots, m->slot_count);
+    map_init(m);
+}
+
+/* The slot of a key, as a pointer; NULL if it is not there. */
+static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length, uint32_t tag) {
+    if (m->count == 0) return NULL;
+    for (uint64_t at = map_home(m, tag); m->slots[at]; at = at + 1 == m->slot_count ? 0 : at + 1) {
+        if (m->slots[at] >> LOCATION_BITS != tag) continue;
+        const uint8_t *c = map_cell(m, m->slots[at]);
+        if (cell_key_length(c) == length && memcmp(cell_key(c), key, length) == 0) return m->slots + at;
+    }
+    return NULL;
+}
+
+/* Have the slot of a key, and after that its cell, on their way from memory. */
+static inline void map_fetch_slot(const upper_map *m, uint32_t tag) {
+    if (m->count) fetch_soon(m->slots + map_home(m, tag));
+}
+
+static inline void map_fetch_cell(const upper_map *m, uint32_t tag) {
+    if (m->count == 0) return;
+    uint64_t at = map_home(m, tag);
+    for (int looked = 0; looked < 8 && m->slots[at]; looked++) {
+        if (m->slots[at] >> LOCATION_BITS == tag) {
+            const uint8_t *c = map_cell(m, m->slots[at]);
+            fetch_soon(c);
+            fetch_soon(c + 64);
+            fetch_soon(c + 128);
+            return;
+        }
+        at = at + 1 == m->slot_count ? 0 : at + 1;
+    }
+}
+
+/* The slot that refers to a cell which is alive. */
+static uint64_t *map_slot_of(const upper_map *m, uint32_t tag, uint64_t location) {
+    uint64_t wanted = (uint64_t)tag << LOCATION_BITS | location;
+    uint64_t at = map_home(m, tag);
+    while (m->slots[at] != wanted) at = at + 1 == m->slot_count ? 0 : at + 1;
+    return m->slots + at;
+}
+
+static void map_occupy(upper_map *m, uint64_t slot) {
+    uint64_t at = map_home(m, (uint32_t)(slot >> LOCATION_BITS));
+    while (m->slots[at]) at = at + 1 == m->slot_count ? 0 : at + 1;
+    m->slots[at] = slot;
+}
+
+/* Slots that are all empty. Large indexes ask for large pages: most of the time of growing one went into page faults. */
+static uint64_t *map_new_slots(uint64_t count) {
+    size_t size = count * sizeof(uint64_t);
+    if (size < HUGE_INDEX) return calloc(count, sizeof(uint64_t));
+    uint64_t *slots = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (slots == MAP_FAILED) return NULL;
+#ifdef MADV_HUGEPAGE
+    madvise(slots, size, MADV_HUGEPAGE);
+#endif
+    return slots;
+}
+
+static void map_free_slots(uint64_t *slots, uint64_t count) {
+    if (count * sizeof(uint64_t) < HUGE_INDEX) free(slots);
+    else munmap(slots, count * sizeof(uint64_t));
+}
+
+/* Room for one more key. */
+static int map_reserve_slot(upper_map *m) {
+    if ((m->count + 1) * 4 <= m->slot_count * 3) return 0;
+    upper_map grown = *m;
+    grown.slot_count = m->slot_count < FEWEST_SLOTS ? FEWEST_SLOTS : m->slot_count + m->slot_count / 2;
+    grown.slots = map_new_slots(grown.slot_count);
+    if (grown.slots == NULL) return -1;
+    for (uint64_t i = 0; i < m->slot_count; i++)
+        if (m->slots[i]) map_occupy(&grown, m->slots[i]);
+    map_free_slots(m->slots, m->slot_count);
+    m->slots = grown.slots;
+    m->slot_count = grown.slot_count;
+    return 0;
+}
+
+/* Give up a slot: those behind it that are not at home move up. */
+static void map_vacate(upper_map *m, uint64_t *slot) {
+    uint64_t hole = (uint64_t)(slot - m->slots), at = hole;
+    for (;;) {
+        at = at + 1 == m->slot_count ? 0 : at + 1;
+        if (!m->slots[at]) break;
+        uint64_t home = map_home(m, (uint32_t)(m->slots[at] >> LOCATION_BITS));
+        /* Is its home outside of (hole, at]? */
+        if (hole <= at ? home <= hole || home > at : home <= hole && home > at) {
+            m->slots[hole] = m->slots[at];
+            hole = at;
+        }
+    }
+    m->slots[hole] = 0;
+    m->count--;
+}
+
+/* Room for one more block in the chain and among the ids. */
+static int map_reserve_block(upper_map *m) {
+    if (m->blocks == m->chain_room) {
+        uint32_t room = m->chain_room + m->chain_room / 2 + 4;
+        map_block **chain = realloc(m->chain, room * sizeof *chain);
+        if (chain == NULL) return -1;
+        m->chain = chain;
+        m->chain_room = room;
+    }
+    if (m->ids_free == 0 && m->ids == m->id_room) {
+        uint32_t room = m->id_room + m->id_room / 2 + 4;
+        if (room > (uint32_t)1 << BLOCK_BITS) room = (uint32_t)1 << BLOCK_BITS;
+        if (room == m->id_room) return -1;
+        map_block **by_id = realloc(m->by_id, room * sizeof *by_id);
+        if (by_id == NULL) return -1;
+        m->by_id = by_id;
+        uint32_t *free_ids = realloc(m->free_ids, room * sizeof *free_ids);
+        if (free_ids == NULL) return -1;
+        m->free_ids = free_ids;
+        m->id_room = room;
+    }
+    return 0;
+}
+
+/* A block takes a place in the chain; there is room for it. */
+static void map_insert_block(upper_map *m, uint32_t place, map_block *b) {
+    if (m->ids == 0) m->by_id[m->ids++] = NULL;
+    b->id = m->ids_free ? m->free_ids[--m->ids_free] : m->ids++;
+    m->by_id[b->id] = b;
+    memmove(m->chain + place + 1, m->chain + place, (m->blocks - place) * sizeof *m->chain);
+    m->chain[place] = b;
+    m->blocks++;
+    m->blocks_bytes += map_weight(b);
+}
+
+static void map_remove_block(upper_map *m, uint32_t place) {
+    map_block *b = m->chain[place];
+    m->by_id[b->id] = NULL;
+    m->free_ids[m->ids_free++] = b->id;
+    m->blocks_bytes -= map_weight(b);
+    m->dead -= b->dead;
+    m->objects_bytes -= b->kept;
+    m->kept -= b->kept;
+    m->blocks--;
+    memmove(m->chain + place, m->chain + place + 1, (m->blocks - place) * sizeof *m->chain);
+    block_release(b);
+}
+
+/* The block in which the entries past a seqno begin, or the one before it. */
+static uint32_t map_block_at(const upper_map *m, uint64_t seqno) {
+    uint32_t low = 0, high = m->blocks;
+    while (high - low > 1) {
+        uint32_t middle = low + (high - low) / 2;
+        if (m->chain[middle]->first <= seqno) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+static size_t map_block_size(const upper_map *m) {
+    uint64_t size = (m->live + m->dead) / 16;
+    if (m->blocks == 0) return FIRST_BLOCK;
+    return size < SMALLEST_BLOCK ? SMALLEST_BLOCK : size > LARGEST_BLOCK ? LARGEST_BLOCK : (size_t)size;
+}
+
+/* Room for a cell of this length at the end of the chain. */
+static int map_reserve_cell(upper_map *m, uint32_t length) {
+    if (m->blocks) {
+        map_block *b = m->chain[m->blocks - 1];
+        if (b->room - b->used >= length) return 0;
+    }
+    if (map_reserve_block(m)) return -1;
+    map_block *b = map_new_block(map_block_size(m), length);
+    if (b == NULL) return -1;
+    map_insert_block(m, m->blocks, b);
+    return 0;
+}
+
+/* An entry goes: its cell is dead for views that are taken from here on. */
+static void map_bury(upper_map *m, uint64_t slot) {
+    map_block *b = map_block_of(m, slot);
+    uint8_t *c = map_cell(m, slot);
+    size_t length = cell_record_length(c);
+    m->size -= length;
+    if (c[1] == CELL_COLD) m->evicted -= length;
+    if (cell_is_deletion(c)) m->tombstones--;
+    m->live -= cell_needs(c);
+    m->dead += cell_needs(c);
+    b->dead += cell_needs(c);
+    put32(c + 12, m->epoch);
+    m->died = 1;
+    if (c[1] == CELL_LARGE) {
+        if (b->references == 1) { /* no view needs it */
+            PyObject *object = cell_object(c);
+            cell_set_object(c, NULL);
+            m->objects_bytes -= length;
+            Py_DECREF(object);
+        } else {
+            b->kept += length;
+            m->kept += length;
+        }
+    }
+}
+
+/* The living cells of one block move to the end of the one before it, or, where that is full or `apart`, to a new block. */
+static int map_clean_block(upper_map *m, uint32_t place, int apart) {
+    map_block *b = m->chain[place], *to = place && !apart ? m->chain[place - 1] : NULL, *made = NULL;
+    m->marked = 0;
+    uint32_t left = b->used - b->dead;
+    if (left && (to == NULL || to->room - to->used < left)) {
+        if (map_reserve_block(m)) return -1;
+        made = map_new_block(left, left); /* for all that is left: nothing may fail half-way */
+        if (made == NULL) return -1;
+        map_insert_block(m, place++, made);
+        if (to == NULL) to = made;
+    }
+    for (uint32_t at = 0, length; at < b->used; at += length) {
+        const uint8_t *c = b->cells + at;
+        length = cell_length(c);
+        if (cell_died(c)) continue;
+        uint32_t needs = cell_needs(c), tag = map_tag(cell_key(c), cell_key_length(c));
+        if (to->room - to->used < needs) to = made;
+        uint8_t *copy = to->cells + to->used;
+        memcpy(copy, c, needs);
+        if (c[1] == CELL_COLD) put32(copy + 8, needs - HEADER_BYTES);
+        if (c[1] == CELL_LARGE) {
+            Py_INCREF(cell_object(c));
+            to->large++;
+        }
+        *map_slot_of(m, tag, (uint64_t)b->id << OFFSET_BITS | at) = map_slot(tag, to);
+        if (to->used == 0) to->first = cell_seqno(c);
+        to->used += needs;
+    }
+    map_remove_block(m, place);
+    return 0;
+}
+
+/* Once too much of it is dead: clean the next block that is worth it. Without memory, later. */
+static void map_clean(upper_map *m) {
+    if ((m->dead + m->kept) * DEAD_SHARE <= m->live + m->objects_bytes - m->kept + DEAD_SHARE * WORTH_CLEANING) return;
+    for (uint32_t tried = 0; tried < m->blocks && tried < 256; tried++) {
+        if (m->cleaned >= m->blocks) m->cleaned = 0;
+        map_block *b = m->chain[m->cleaned];
+        if ((b->dead + b->kept) * 8 >= b->used) {
+            uint32_t before = m->blocks;
+            if (map_clean_block(m, m->cleaned, 0) == 0 && m->blocks == before) m->cleaned++;
+            return;
+        }
+        m->cleaned++;
+    }
+}
+
+/* All of it again, without what is dead, in blocks that no view has: epochs begin anew. */
+static int map_renew(upper_map *m) {
+    for (uint32_t place = 0, left = m->blocks; left; left--) {
+        uint32_t before = m->blocks;
+        if (map_clean_block(m, place, 1)) return -1;
+        if (m->blocks == before) place++;
+    }
+    m->epoch = 1;
+    m->died = 0;
+    m->cleaned = 0;
+    return 0;
+}
+
+/* A record, well formed, becomes the newest entry. `slot` and `tag` are those of its key; `object` is its bytes object, or
+ * NULL if it has none. */
+static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot) {
+    uint32_t head = HEADER_BYTES + record[4] + cell_key_length(record);
+    int large = record[1] == MUTATION_OPCODE && length - head >= LARGE_VALUE;
+    uint32_t needs = large ? head + (uint32_t)sizeof object : (uint32_t)length;
+    if (large) {
+        if (object != NULL) Py_INCREF(object);
+        else {
+            object = PyBytes_FromStringAndSize((const char *)record, (Py_ssize_t)length);
+            if (object == NULL) return -1;
+            put32((uint8_t *)PyBytes_AS_STRING(object) + 12, 0);
+        }
+    }
+    if ((slot == NULL && map_reserve_slot(m)) || map_reserve_cell(m, needs)) {
+        if (large) Py_DECREF(object);
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (slot != NULL) map_bury(m, *slot);
+    map_block *b = m->chain[m->blocks - 1];
+    uint8_t *c = b->cells + b->used;
+    memcpy(c, record, large ? head : length);
+    put32(c + 12, 0);
+    if (large) {
+        c[1] = CELL_LARGE;
+        put32(c + 8, needs - HEADER_BYTES);
+        cell_set_object(c, object);
+        b->large++;
+        m->objects_bytes += length;
+    }
+    if (slot != NULL) {
+        *slot = map_slot(tag, b);
+    } else {
+        map_occupy(m, map_slot(tag, b));
+        m->count++;
+    }
+    m->last = cell_seqno(c);
+    if (b->used == 0) {
+        b->first = m->last;
+        m->marked = 0;
+    }
+    if (m->marked < MARKS && b->used >= (m->marked + 1) * (b->room / (MARKS + 1))) {
+        m->marks[m->marked].seqno = m->last;
+        m->marks[m->marked++].at = b->used;
+    }
+    b->used += needs;
+    m->live += needs;
+    m->size += length;
+    m->tombstones += cell_is_deletion(c);
+    if (slot != NULL) map_clean(m);
+    return 0;
+}
+
+static int map_put(upper_map *m, const uint8_t *record, size_t length, PyObject *object) {
+    uint32_t keys = cell_key_length(record), tag = map_tag(cell_key(record), keys);
+    return map_put_at(m, record, length, object, tag, map_find(m, cell_key(record), keys, tag));
+}
+
+/* The record of an entry leaves memory: from here on it is at this place. 0: a deletion, which stays. */
+static int map_move_out(upper_map *m, uint64_t slot, uint64_t place, uint32_t length) {
+    map_block *b = map_block_of(m, slot);
+    uint8_t *c = map_cell(m, slot);
+    if (cell_is_deletion(c)) return 0;
+    if (b->references > 1) { /* a view may see the cell: the map goes on with a copy of the block */
+        map_block *copy = map_new_block(b->room, b->room);
+        if (copy == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        memcpy(copy->cells, b->cells, b->used);
+        copy->first = b->first, copy->id = b->id, copy->used = b->used, copy->dead = b->dead;
+        copy->large = b->large, copy->kept = b->kept;
+        for (uint32_t at = 0, left = b->large; left && at < b->used; at += cell_length(b->cells + at))
+            if (b->cells[at + 1] == CELL_LARGE) {
+                Py_XINCREF(cell_object(b->cells + at));
+                left--;
+            }
+        m->blocks_bytes += map_weight(copy) - map_weight(b);
+        uint32_t i = map_block_at(m, b->first);
+        while (m->chain[i] != b) i++;
+        m->chain[i] = m->by_id[b->id] = copy;
+        block_release(b);
+        b = copy;
+        c = map_cell(m, slot);
+    }
+    if (c[1] != CELL_COLD) {
+        uint32_t keys = cell_key_length(c), spared = cell_length(c) - COLD_HEAD - keys;
+        PyObject *object = c[1] == CELL_LARGE ? cell_object(c) : NULL;
+        m->size -= cell_record_length(c);
+        m->size += length;
+        m->evicted += length;
+        if (object != NULL) {
+            m->objects_bytes -= (uint64_t)PyBytes_GET_SIZE(object);
+            b->large--;
+        }
+        memmove(c + COLD_HEAD, cell_key(c), keys);
+        c[1] = CELL_COLD;
+        c[4] = COLD_EXTRAS;
+        b->dead += spared;
+        m->dead += spared;
+        m->live -= spared;
+        Py_XDECREF(object);
+    }
+    put64(c + AT_COLD_PLACE, place);
+    put32(c + AT_COLD_LENGTH, length);
+    map_clean(m);
+    return 1;
+}
+
+/* The seqno of the newest entry. */
+static uint64_t map_newest(const upper_map *m) {
+    for (uint32_t i = m->blocks; i--;) {
+        const map_block *b = m->chain[i];
+        uint64_t found = 0;
+        for (uint32_t at = 0; at < b->used; at += cell_length(b->cells + at))
+            if (!cell_died(b->cells + at)) found = cell_seqno(b->cells + at);
+        if (found) return found;
+    }
+    return 0;
+}
+
+/* An entry is forgotten. */
+static void map_forget(upper_map *m, uint64_t *slot) {
+    uint64_t was = *slot;
+    int newest = cell_seqno(map_cell(m, was)) == m->last;
+    map_bury(m, was);
+    map_vacate(m, slot);
+    if (newest) m->last = map_newest(m);
+    map_clean(m);
+}
+
+/* ── Views ──────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+typedef struct {
+    map_block *block;
+    uint32_t end;
+} view_piece;
+
+typedef struct {
+    view_piece *pieces;
+    uint32_t count, piece, at; /* pieces; the present one, and where in it */
+    uint32_t epoch;
+} upper_view;
+
+/* What is alive past a seqno. */
+static int view_open(upper_view *v, upper_map *m, uint64_t seqno) {
+    memset(v, 0, sizeof *v);
+    if (m->died && m->epoch >= LAST_EPOCH && map_renew(m)) return -1;
+    uint32_t first = seqno ? map_block_at(m, seqno) : 0;
+    uint32_t at = 0;
+    if (seqno && m->last <= seqno) first = m->blocks;
+    if (first < m->blocks) {
+        const map_block *b = m->chain[first];
+        for (uint32_t i = 0; seqno && first == m->blocks - 1 && i < m->marked && m->marks[i].seqno <= seqno; i++)
+            at = m->marks[i].at;
+        while (seqno && at < b->used && cell_seqno(b->cells + at) <= seqno) at += cell_length(b->cells + at);
+        v->pieces = malloc((m->blocks - first) * sizeof *v->pieces);
+        if (v->pieces == NULL) return -1;
+        for (uint32_t i = first; i < m->blocks; i++) {
+            m->chain[i]->references++;
+            v->pieces[v->count].block = m->chain[i];
+            v->pieces[v->count++].end = m->chain[i]->used;
+        }
+        v->at = at;
+    }
+    v->epoch = m->epoch - 1;
+    if (m->died) {
+        v->epoch = m->epoch++;
+        m->died = 0;
+    }
+    return 0;
+}
+
+/* The cell at a place of a view, or the next that it sees; NULL at the end. */
+static const uint8_t *view_cell(const upper_view *v, uint32_t *piece, uint32_t *at) {
+    for (; *piece < v->count; ++*piece, *at = 0) {
+        const view_piece *p = v->pieces + *piece;
+        for (; *at < p->end; *at += cell_length(p->block->cells + *at)) {
+            const uint8_t *c = p->block->cells + *at;
+            uint32_t died = cell_died(c);
+            if (died == 0 || died > v->epoch) return c;
+        }
+    }
+    return NULL;
+}
+
+/* Everything before this place has been taken. */
+static void view_advance(upper_view *v, uint32_t piece, uint32_t at) {
+    while (v->piece < piece) block_release(v->pieces[v->piece++].block);
+    v->at = at;
+}
+
+static void view_close(upper_view *v) {
+    view_advance(v, v->count, 0);
+    free(v->pieces);
+    v->pieces = NULL;
+    v->count = v->piece = 0;
+}

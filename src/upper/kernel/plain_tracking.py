@@ -1,0 +1,87 @@
+"""How far the replicas of active copies are, in plain Python: what every batch and acknowledgement touches.
+
+An active node writes a batch with hundreds of partitions, and each replica acknowledges each of them. These
+loops do the ordinary part of that for all partitions at once; the decisions about in-sync sets are elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from struct import Struct
+from typing import Any
+
+from upper.kernel.packets import Buffer
+from upper.kernel.plain_run import Table
+
+PAIR = Struct(">HQ")  # partition and seqno, as SEQNO_ACK has them
+
+
+class CopyProgress:
+    """What the kernel keeps of an active copy: seqnos on disks, and the replicas that are waited for."""
+
+    __slots__ = ("_held", "_silent_since", "durable", "epoch", "replicated", "waited_for")
+
+    def __init__(self) -> None:
+        self.durable: Any = 0  # last seqno on the local disk
+        self.replicated: Any = 0  # last seqno on the disks of all replicas that are waited for
+        self.epoch: Any = 0
+        self.waited_for: frozenset[Any] = frozenset()
+        self._held: dict[Any, Any] = {}  # by node: last seqno on its disk, as far as it has said so
+        # Since when a replica that is waited for is behind without progress; None: not known yet.
+        self._silent_since: dict[Any, float | None] = {}
+
+
+def wrote(reached: list[tuple[Table, int]], copies: Mapping[Any, Any], now: float) -> list[tuple[Table, int]]:
+    """Partitions have reached these seqnos on the local disk; those of them that are active copies here."""
+    found = []
+    for entry in reached:
+        table, high = entry
+        copy = copies.get(table.id)  # type: ignore[attr-defined]  # tables are partitions
+        if copy is None:
+            continue
+        found.append(entry)
+        if high > copy.durable:
+            copy.durable = high
+            if not copy.waited_for:
+                copy.replicated = high
+        for node in copy.waited_for:
+            copy._silent_since.setdefault(node, now)
+    return found
+
+
+def covered(held: list[tuple[Table, int]], copies: Mapping[Any, Any]) -> bool:
+    """Whether all of these partitions are active copies, with watermarks at or above these seqnos."""
+    for table, seqno in held:
+        copy = copies.get(table.id)  # type: ignore[attr-defined]
+        if copy is None or (copy.replicated < seqno and copy.watermark < seqno):
+            return False
+    return True
+
+
+def acknowledge(
+    pairs: Buffer, copies: Mapping[Any, Any], node: Any, epochs: Mapping[int, Any], now: float
+) -> list[tuple[int, int]]:
+    """A replica has these seqnos on its disk. Returns the pairs that are not an ordinary acknowledgement:
+
+    those of partitions that are not active here, of another epoch, and of a replica that is not waited for.
+    """
+    left = []
+    if len(pairs) % PAIR.size:
+        raise ValueError(f"{len(pairs)} bytes are not pairs of {PAIR.size}")
+    for partition, seqno in PAIR.iter_unpack(pairs):
+        copy = copies.get(partition)
+        if copy is None or epochs.get(partition) != copy.epoch or node not in copy.waited_for:
+            left.append((partition, seqno))
+            continue
+        seqnos = copy._held
+        has = seqnos.get(node, -1)
+        if seqno > has:
+            has = seqnos[node] = min(seqno, copy.durable)
+            reached = min(seqnos.get(each, 0) for each in copy.waited_for)
+            if reached > copy.replicated:
+                copy.replicated = reached
+        if has < copy.durable:
+            copy._silent_since[node] = now
+        else:
+            copy._silent_since.pop(node, None)
+    return left

@@ -1,0 +1,213 @@
+"""Fan-out of commits to streams: each commit is grouped and encoded once for all consumers.
+
+A partition's tail is what its live streams share: the last seqno sent to all of them, and how much that was.
+A commit is cut by partition, each key once, and encoded once per opaque; consumers that give their streams
+the same opaques share those bytes. A connection is written to once per commit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from upper import kernel
+from upper.model.values import Partition, Seqno
+from upper.record.change import seqno_of
+from upper.record.layout import AT_OPCODE, FLUSH
+
+if TYPE_CHECKING:
+    from upper.server.stream_producer import StreamProducer
+    from upper.server.subscription import Subscription
+    from upper.storage import BucketStore, Commit, PartitionStore
+
+log = logging.getLogger(__name__)
+
+
+class PartitionTail:
+    """What the live streams of one partition share."""
+
+    __slots__ = ("bytes", "items", "reached", "replicas", "store", "streams", "waiting")
+
+    def __init__(self, store: PartitionStore, *, replicas: bool) -> None:
+        self.store, self.replicas = store, replicas
+        self.reached = self.limit  # the last seqno that every stream in step has been sent
+        self.items = self.bytes = 0
+        self.streams: dict[Subscription, StreamProducer] = {}  # all that are open, in step or not
+        self.waiting: dict[Subscription, StreamProducer] = {}  # their snapshot may not be sent yet
+
+    @property
+    def limit(self) -> int:
+        """The last seqno that streams may be sent: replicas what is on disk, consumers what was released."""
+        return self.store.written if self.replicas else self.store.durable
+
+
+class SubscriptionSet:
+    """The streams in step of a connection: which partitions, under which opaques.
+
+    Connections with the same partitions under the same opaques share one set, and are sent the same bytes.
+    """
+
+    __slots__ = ("__weakref__", "slots")
+
+    def __init__(self, slots: frozenset[int]) -> None:
+        self.slots = {slot >> 32: slot for slot in slots}
+
+
+class EncodedCommit:
+    """One commit, cut by partition."""
+
+    __slots__ = ("_encoded", "counted", "groups", "tails")
+
+    def __init__(self, groups: dict[int, list[bytes]], tails: list[PartitionTail]) -> None:
+        self.groups, self.tails = groups, tails
+        self.counted: dict[int, tuple[int, int]] = {}  # by partition: items and bytes sent in step
+        self._encoded: dict[SubscriptionSet, tuple[bytes, int]] = {}
+
+    def encoded(self, subscription_set: SubscriptionSet) -> tuple[bytes, int]:
+        """The commit for connections with these streams in step, and its number of changes; encoded once."""
+        made = self._encoded.get(subscription_set)
+        if made is None:
+            data, items, counted = kernel.frame(self.groups, subscription_set.slots)
+            self.counted |= counted
+            made = self._encoded[subscription_set] = (data, items)
+        return made
+
+
+class CommitRange:
+    """Consecutive seqnos of one commit of one partition: changes, or one flush."""
+
+    __slots__ = ("first", "last", "records")
+
+    def __init__(self, first: int, last: int, records: list[bytes] | None) -> None:
+        self.first, self.last, self.records = Seqno(first), Seqno(last), records
+
+
+class Fanout:
+    """The tails of all partitions of a bucket, and the connections that receive commits.
+
+    One serves consumers, with what was released; in a cluster a second one serves replicas, with what is on
+    the local disk.
+    """
+
+    def __init__(self, bucket: BucketStore, *, replicas: bool = False) -> None:
+        self.tails = [PartitionTail(store, replicas=replicas) for store in bucket.partitions]
+        self.listeners: dict[StreamProducer, None] = {}
+        self._subscription_sets: WeakValueDictionary[frozenset[int], SubscriptionSet] = WeakValueDictionary()
+        self._after: list[tuple[int, Callable[[], None]]] = []
+        self.open = 0  # streams
+        self.commits = self.changes = 0
+
+    def committed(self, commit: Commit) -> None:
+        """Send a commit to all streams; called in the order of commits, once their changes may be sent."""
+        self.commits += 1
+        self.changes += len(commit.records)
+        if self.open or self.listeners:
+            self._publish(kernel.group(commit.records))
+        self._due(commit.ticket)
+
+    def enter(self, stream: Subscription, listener: StreamProducer) -> None:
+        """A stream opens. A tail without streams is not kept up to date; the first stream sets it."""
+        if not stream.tail.streams:
+            stream.tail.reached = stream.tail.limit
+        stream.tail.streams[stream] = listener
+        self.open += 1
+
+    def leave(self, stream: Subscription) -> None:
+        if stream.tail.streams.pop(stream, None) is not None:
+            self.open -= 1
+        stream.tail.waiting.pop(stream, None)
+
+    def _publish(self, groups: dict[int, list[bytes]]) -> None:
+        apart = self._apart(groups)
+        batch = EncodedCommit(groups, self.tails)
+        if groups:
+            for listener in tuple(self.listeners):
+                try:
+                    listener.on_commit(batch)
+                except Exception:  # noqa: BLE001  see _give_up
+                    self._give_up(listener)
+        counted, nothing = batch.counted, (0, 0)
+        for partition, records in groups.items():
+            tail = self.tails[partition]
+            items, size = counted.get(partition, nothing)
+            tail.items += items
+            tail.bytes += size
+            if tail.waiting:
+                run = CommitRange(tail.reached + 1, seqno_of(records[-1]), records)
+                self._offer_to(tail, [run], only=tail.waiting)
+            tail.reached = tail.limit
+        for partition, runs in apart:
+            tail = self.tails[partition]
+            for run in runs:
+                self._offer_to(tail, [run], only=tail.streams)
+                tail.reached = run.last
+            tail.reached = tail.limit
+            for listener in tuple(self.listeners):
+                listener.on_flush(partition)
+
+    def _apart(self, groups: dict[int, list[bytes]]) -> list[tuple[int, list[CommitRange]]]:
+        """Take out the partitions with a flush: it is offered to their streams one by one."""
+        tails = self.tails
+        flushed = [p for p in groups if (tail := tails[p]).store.purged > tail.reached]
+        return [(p, list(commit_ranges(groups.pop(p), tails[p].reached))) for p in flushed]
+
+    def _offer_to(
+        self, tail: PartitionTail, ranges: list[CommitRange], *, only: dict[Subscription, StreamProducer]
+    ) -> None:
+        for stream, listener in tuple(only.items()):
+            try:
+                listener.offer(stream, ranges)
+            except Exception:  # noqa: BLE001  see _give_up
+                self._give_up(listener)
+
+    def _give_up(self, listener: StreamProducer) -> None:
+        """An error in one connection must not affect other connections, nor the commit."""
+        log.exception("a stream could not be fed; its connection is closed")
+        listener.abandon()
+
+    def subscription_set(self, slots: frozenset[int]) -> SubscriptionSet:
+        """The one set of these slots."""
+        subscription_set = self._subscription_sets.get(slots)
+        if subscription_set is None:
+            subscription_set = self._subscription_sets[slots] = SubscriptionSet(slots)
+        return subscription_set
+
+    def after(self, ticket: int, then: Callable[[], None]) -> None:
+        """Call `then` once this batch is on disk."""
+        self._after.append((ticket, then))
+
+    def _due(self, ticket: int) -> None:
+        if self._after:
+            due = [then for number, then in self._after if number <= ticket]
+            self._after = [(number, then) for number, then in self._after if number > ticket]
+            for then in due:
+                then()
+
+    def refused(self, ticket: int) -> None:
+        """This batch will never be on disk: what waited for it is dropped, also if later ones are."""
+        self._after = [(number, then) for number, then in self._after if number > ticket]
+
+    def reset(self, partition: Partition) -> None:
+        """The partition was rolled back: its tail continues where the store is now."""
+        tail = self.tails[partition]
+        assert not tail.streams, "a partition that goes back ends its streams first"
+        tail.reached = tail.limit
+
+
+def commit_ranges(records: list[bytes], reached: int) -> Iterator[CommitRange]:
+    """The ranges between flushes. The record of a flush has no seqno: it takes the next one."""
+    run: list[bytes] = []
+    for record in records:
+        if record[AT_OPCODE] == FLUSH:
+            if run:
+                last = seqno_of(run[-1])
+                yield CommitRange(reached + 1, last, run)
+                reached, run = last, []
+            reached += 1
+            yield CommitRange(reached, reached, None)
+        else:
+            run.append(record)
+    if run:
+        yield CommitRange(reached + 1, seqno_of(run[-1]), run)

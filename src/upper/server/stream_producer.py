@@ -1,0 +1,489 @@
+"""The producer of one connection: performs the effects of its streams' machines, within bounds.
+
+It has the streams of its connection and a queue of those that have something to send. One stream at a time
+reads from the store, so a connection holds at most one snapshot. What is sent is bounded by the consumer's
+window and by the connection's buffer. A connection without space falls behind: its streams leave their
+tails, cost nothing, and read the store again when it has space.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections import deque
+from time import perf_counter
+from typing import TYPE_CHECKING, assert_never
+
+from upper import kernel
+from upper.errors import UpperError
+from upper.history.producing import (
+    CloseSnapshot,
+    CloseWrites,
+    Effects,
+    End,
+    Forward,
+    Reopen,
+    Retire,
+    Send,
+    SendFlush,
+    Sending,
+    SendState,
+    Start,
+    Take,
+)
+from upper.model.messages import EndReason
+from upper.model.values import NO_END, Seqno, State
+from upper.record.change import seqno_of
+from upper.server.fanout import CommitRange, EncodedCommit, SubscriptionSet
+from upper.server.stream_output import DIRECT, Pieces, StreamOutput
+from upper.server.subscription import Subscription, Todo
+from upper.wire.stream_encoder import SHARED
+
+if TYPE_CHECKING:
+    from upper.server.connection import Connection
+    from upper.storage import PartitionStore
+
+log = logging.getLogger(__name__)
+
+RECORDS = 4096  # that are encoded at once
+PARSED = 64 << 10  # bytes of records that are parsed at once, for a filter by value
+PARSING = 16  # cost of parsing a byte, relative to sending it
+
+
+class StreamProducer(StreamOutput):
+    """The streams of one connection, and what leaves through it."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.fanout = connection.node.fanout  # that its streams follow
+        self.streams: dict[int, Subscription] = {}  # by opaque
+        self.partitions: dict[int, Subscription] = {}
+        self._step: dict[int, Subscription] = {}  # by partition: in step
+        self._subscription_set: SubscriptionSet | None = None  # those in step; None: to be computed
+        self._apart: dict[int, Subscription] = {}  # by partition: live, but not the same bytes as for others
+        self._queue: deque[Subscription] = deque()
+        # States that the consumer has not confirmed, by the opaque of what confirms them, and since when.
+        self._unconfirmed: dict[int, tuple[Subscription, float]] = {}
+        self._closed = False
+
+    def add(self, stream: Subscription) -> None:
+        """Open a stream whose request was accepted."""
+        self.streams[stream.opaque] = self.partitions[stream.partition] = stream
+        self.node.consumers.opened(self, stream)
+        self.fanout.enter(stream, self)
+        self._perform(stream, stream.machine.open())
+
+    @abstractmethod
+    def _send_state(self, stream: Subscription, state: State) -> None:
+        """Send a state, and have the consumer confirm that it has processed it."""
+
+    def confirmed(self, opaque: int) -> None:
+        """The consumer answered what confirms a state."""
+        if (waiting := self._unconfirmed.pop(opaque, None)) is not None:
+            self._perform(waiting[0], waiting[0].machine.acknowledged())
+
+    def unconfirmed_since(self) -> float | None:
+        """When the oldest state was sent that is not confirmed."""
+        return min((since for _, since in self._unconfirmed.values()), default=None)
+
+    # ── Commits ───────────────────────────────────────────────────────────────────────────────────
+
+    def on_commit(self, batch: EncodedCommit) -> None:
+        """A commit: the same bytes for every plain stream in step, one write for all of them."""
+        if self._step:
+            if self._subscription_set is None:
+                self._subscription_set = self.fanout.subscription_set(
+                    frozenset(stream.slot for stream in self._step.values())
+                )
+            encoded, items = batch.encoded(self._subscription_set)
+            if encoded:
+                self._forward(batch, encoded, items)
+        if self._apart:
+            for partition in batch.groups.keys() & self._apart.keys():
+                tail = batch.tails[partition]
+                records = batch.groups[partition]
+                last = seqno_of(records[-1])
+                self._offer(self._apart[partition], [CommitRange(tail.reached + 1, last, records)])
+            self.flush()
+
+    def _forward(self, batch: EncodedCommit, encoded: bytes, items: int) -> None:
+        if self._has_room and self._fits(len(encoded)):
+            self.window.sent(len(encoded))
+            self.items += items
+            self.bytes += len(encoded)
+            if self._out:
+                self.flush()
+            self.connection.send(encoded)
+            return
+        # No space: these streams fall behind at their present seqno, and read this commit from the store
+        # later.
+        for partition in batch.groups:
+            if (stream := self._step.get(partition)) is not None:
+                self._leave_step(stream)
+                records = batch.groups[partition]
+                last = Seqno(seqno_of(records[-1]))
+                stream.machine.committed(Seqno(stream.tail.reached + 1), last, room=False)
+                self._enqueue(stream, Todo.ROOM)
+        self.node.counters.fell_behind += 1
+
+    def on_flush(self, partition: int) -> None:
+        """Everything of a partition is gone; its open streams were offered that singly."""
+
+    def on_state_change(self, partition: int) -> None:
+        """A partition changed its state or its history; its open streams were stopped."""
+
+    def offer(self, stream: Subscription, runs: list[CommitRange]) -> None:
+        """A commit for one stream by itself."""
+        self._offer(stream, runs)
+        self.flush()
+
+    def _offer(self, stream: Subscription, runs: list[CommitRange]) -> None:
+        self._leave_step(stream)
+        for run in runs:
+            machine = stream.machine
+            if machine.phase is Sending.ENDED:
+                return
+            if run.records is None:
+                effects = machine.flushed(run.last, room=self._has_room)
+            else:
+                room = self._has_room and self._takes(stream, run.records)
+                effects = machine.committed(run.first, run.last, room=room)
+            self._perform(stream, effects, run)
+            if machine.phase is Sending.BEHIND:
+                self._enqueue(stream, Todo.ROOM)
+        self._regroup_unless_ended(stream)
+
+    def _leave_step(self, stream: Subscription) -> None:
+        if stream.in_step:
+            self._step.pop(stream.partition, None)
+            self._subscription_set = None
+            stream.leave_tail()
+
+    # ── Effects ───────────────────────────────────────────────────────────────────────────────────
+
+    def _perform(self, stream: Subscription, effects: Effects, run: CommitRange | None = None) -> None:
+        for effect in effects:
+            match effect:
+                case Start():
+                    self._put(stream, stream.encoder.start(stream.partition, stream.opaque))
+                case Take():
+                    self._enqueue(stream, Todo.TAKE)
+                case Forward():
+                    assert run is not None
+                    assert run.records is not None
+                    self._forward_apart(stream, effect, run.records)
+                case Send():
+                    stream.sending = effect
+                    self._enqueue(stream, Todo.SEND)
+                case CloseSnapshot(advance):
+                    if advance is not None:
+                        self._put(stream, stream.encoder.advance(stream.partition, stream.opaque, advance))
+                    self._put(stream, stream.closing)
+                case End(reason):
+                    self._end(stream, reason)
+                case SendFlush(seqno):
+                    self._send_flush(stream, seqno)
+                case SendState(state):
+                    if state is State.ACTIVE:
+                        self.node.release(stream.store)
+                    self._send_state(stream, state)
+                case CloseWrites():
+                    self.node.hand_over(stream.store, stream, lambda: self._writes_closed(stream))
+                case Reopen(branch):
+                    self.node.reopen(stream.store, keep=stream, branch=branch)
+                case Retire():
+                    log.info("partition %d: handed over to %s", stream.partition, self.connection.peer)
+                case never:
+                    assert_never(never)
+
+    def _writes_closed(self, stream: Subscription) -> None:
+        """The partition takes no writes, and that is durable: send the rest."""
+        if stream.machine.phase is not Sending.ENDED:
+            self._perform(stream, stream.machine.closed(Seqno(stream.store.high)))
+            self._schedule()
+
+    def _forward_apart(self, stream: Subscription, send: Forward, records: list[bytes]) -> None:
+        """One commit to one stream: cut at its end, each key once, filtered, in its dialect."""
+        stream.announced = stream.machine.announced
+        if send.upto < NO_END and seqno_of(records[-1]) > send.upto:
+            records = [record for record in records if seqno_of(record) <= send.upto]
+        body, items = self._encode(stream, kernel.latest(records), send)
+        self._snapshot_sent(stream, send)
+        machine = stream.machine
+        opened = bool(body) or machine.exact  # an exact stream is sent how far history went
+        if opened:
+            last = send.end if machine.exact else stream.announced
+            self._put(stream, stream.opening(send.after, last, disk=False), *body, items=items)
+        if machine.phase is Sending.SENDING:
+            self._perform(stream, machine.done(stream.announced, opened=opened))
+        elif opened:
+            self._perform(stream, (CloseSnapshot(),))
+
+    # What another dialect does differently.
+
+    def _takes(self, stream: Subscription, records: list[bytes]) -> bool:
+        """True if a commit may be sent at once; else it is read from the store, piece by piece."""
+        return stream.filter.condition is None or sum(map(len, records)) <= PARSED
+
+    @property
+    def _most_records(self) -> int:
+        """Records that may be encoded at once."""
+        return RECORDS
+
+    def _encode(self, stream: Subscription, records: list[bytes], send: Send) -> tuple[Pieces, int]:
+        """Records of a snapshot as the consumer gets them, and how many those are."""
+        if not stream.filter.everything:
+            records = stream.filter(records, first=not send.after)
+        if not records:
+            return [], 0
+        stream.announced = Seqno(seqno_of(records[-1]))
+        if not isinstance(send, Forward) and len(records[-1]) < SHARED:
+            # A chunk of a backfill is closed by the record that fills it: no other one is large.
+            return [stream.encoder.records(records, stream.opaque)], len(records)
+        return stream.encoder.pieces(records, stream.opaque), len(records)
+
+    def _snapshot_sent(self, stream: Subscription, send: Send) -> None:
+        """All records of a snapshot have been encoded."""
+
+    def _send_flush(self, stream: Subscription, seqno: Seqno) -> None:
+        self._put(stream, stream.encoder.flush(stream.partition, stream.opaque), items=1)
+
+    def _end(self, stream: Subscription, reason: EndReason) -> None:
+        self._put(stream, stream.encoder.end(stream.partition, stream.opaque, reason))
+        self._forget(stream)
+        if reason in (EndReason.STATE_CHANGED, EndReason.TOO_SLOW):
+            peer, seqno = self.connection.peer, stream.machine.sent
+            log.info("partition %d: stream to %s ends at %d, %s", stream.partition, peer, seqno, reason.name)
+
+    def _forget(self, stream: Subscription) -> None:
+        stream.drop()
+        self.streams.pop(stream.opaque, None)
+        self._leave_step(stream)
+        self.node.consumers.closed(self, stream)
+        self.partitions.pop(stream.partition, None)
+        self._apart.pop(stream.partition, None)
+        self.fanout.leave(stream)
+        if stream.todo is not None:
+            self._queue.remove(stream)
+            stream.todo = None
+        self._subscribe()
+
+    def _regroup_again(self, stream: Subscription) -> None:
+        if stream.machine.phase is not Sending.ENDED and not self._closed:
+            self._regroup(stream, again=True)
+
+    def _regroup(self, stream: Subscription, *, again: bool = False) -> None:
+        """Put a stream among those in step, apart, or waiting for the disk, as its phase requires."""
+        phase, partition = stream.machine.phase, stream.partition
+        waiting = phase is Sending.WAITING
+        if waiting:
+            stream.tail.waiting[stream] = self
+        else:
+            stream.tail.waiting.pop(stream, None)
+        if phase is Sending.LIVE and stream.plain and stream.machine.sent == stream.tail.reached:
+            self._apart.pop(partition, None)
+            self._step[partition] = stream
+            self._subscription_set = None
+            stream.join_tail()
+        elif phase is Sending.LIVE:
+            self._apart[partition] = stream
+            if stream.machine.sent < stream.tail.reached:
+                # It missed a commit; the store has it.
+                reached = Seqno(stream.tail.reached)
+                self._perform(stream, stream.machine.committed(Seqno(0), reached))
+            elif stream.plain and not again:
+                # It already has a commit that its tail has not counted yet; it joins when that is done.
+                self.node.loop.call_soon(self._regroup_again, stream)
+        else:
+            self._apart.pop(partition, None)
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        if (self._step or self._apart) and not self._closed:
+            self.fanout.listeners[self] = None
+        else:
+            self.fanout.listeners.pop(self, None)
+
+    # ── Sending what is behind ────────────────────────────────────────────────────────────────────
+
+    def writable(self) -> None:
+        """The peer reads again."""
+        self._schedule()
+
+    def _enqueue(self, stream: Subscription, todo: Todo) -> None:
+        if stream.todo is None:
+            self._queue.append(stream)
+        stream.todo = todo
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._closed:
+            self.node.send_queue.add(self._pump)
+
+    def _pump(self, until: float) -> None:
+        """Send from the store, within the connection's space and the limits in bytes and time."""
+        try:
+            self._send_some(until)
+        except Exception:
+            log.exception("%s: streams could not be sent; the connection is closed", self.connection.peer)
+            self.abandon()
+
+    def _send_some(self, until: float) -> None:
+        budget = self.node.settings.streams.turn
+        reading = False
+        while self._queue and budget > 0 and self._has_room and perf_counter() < until:
+            stream = self._queue[0]
+            if stream.todo is Todo.SEND and not self._ready(stream):
+                reading = True  # from the disk, beside the loop; it schedules this connection when it is done
+                break
+            try:
+                cost = self._advance(stream)
+            except UpperError as error:
+                # The store cannot read what it should hold; the others may be fine.
+                log.error("partition %d: a stream cannot be read, %s", stream.partition, error)
+                self.stop(stream, EndReason.BACKFILL_FAILED)
+                continue
+            budget -= cost
+            if cost >= DIRECT:
+                self.flush()  # so that the transport reports whether the peer reads
+        self.flush()
+        if self._queue and self._has_room and not reading:
+            self._schedule()
+
+    def _ready(self, stream: Subscription) -> bool:
+        return stream.changes is None or bool(stream.rest) or stream.changes.ready(self._schedule)
+
+    def _advance(self, stream: Subscription) -> int:
+        """One step of the stream at the head of the queue; the bytes that it cost."""
+        machine, todo = stream.machine, stream.todo
+        if todo is Todo.SEND:
+            return self._send_chunk(stream)
+        self._queue.popleft()
+        stream.todo = None
+        if todo is Todo.ROOM:
+            self._note_durable(stream)
+            self._perform(stream, machine.room())
+        else:
+            self._take(stream)
+        self._regroup_unless_ended(stream)
+        if len(self._queue) > 1 and self._queue[-1] is stream:
+            # It continues at once, so that one stream of a connection at a time holds a snapshot.
+            self._queue.rotate(1)
+        return 64
+
+    def _take(self, stream: Subscription) -> None:
+        store, machine = stream.store, stream.machine
+        cut_is_whole = False
+        if store.high > machine.sent and not (machine.sent and machine.sent < store.purged):
+            stream.changes = changes = store.changes_after(machine.sent)
+            end = changes.end
+            if end > machine.until:
+                cut_is_whole = nothing_overwritten(store, machine.sent, machine.until)
+        else:
+            end = Seqno(store.high)
+        effects = machine.taken(
+            end, durable=Seqno(stream.tail.limit), purged=Seqno(store.purged), cut_is_whole=cut_is_whole
+        )
+        self._perform(stream, effects)
+
+    def _note_durable(self, stream: Subscription) -> None:
+        """Commits are not offered to a stream that is busy; its tail has the last seqno that may be sent."""
+        durable = Seqno(stream.tail.limit)
+        if durable > stream.machine.sent:
+            stream.machine.committed(Seqno(0), durable)
+
+    def _send_chunk(self, stream: Subscription) -> int:
+        send = stream.sending
+        assert send is not None
+        cost, parsed = 64, stream.filter.condition is not None
+        if stream.chunks is None:
+            assert stream.changes is not None
+            size = self._chunk_size()
+            stream.chunks = stream.changes.chunks(min(size, PARSED) if parsed else size)
+            stream.announced = stream.machine.announced
+            last = send.end if stream.machine.exact else Seqno(stream.changes.last)
+            self._put(stream, stream.opening(send.after, last, disk=True))
+        if (joined := self._send_joined(stream, send)) is not None:
+            return cost + joined
+        chunk = stream.rest or next(stream.chunks, None)
+        stream.rest = None
+        if chunk is not None and seqno_of(chunk[0]) <= send.upto:
+            if len(chunk) > (most := self._most_records):
+                chunk, stream.rest = chunk[:most], chunk[most:]
+            if stream.changes is not None and send.upto < stream.changes.end:
+                chunk = [record for record in chunk if seqno_of(record) <= send.upto]
+            body, items = self._encode(stream, chunk, send)
+            if body:
+                self._put(stream, *body, items=items)
+            # What was read counts, for a filter may leave all of it out; parsing is slow.
+            read = body if stream.filter.everything else chunk
+            cost += sum(map(len, read)) * (PARSING if parsed else 1)
+        else:
+            self._finish_snapshot(stream, send)
+        return cost
+
+    def _send_joined(self, stream: Subscription, send: Send) -> int | None:
+        """The next records as one piece from the kernel, where nothing is left out and all is in memory.
+
+        None otherwise, at the end, and before a large record, which is sent without a copy.
+        """
+        changes, form = stream.changes, stream.encoder.joined_form
+        if changes is None or form is None or stream.rest is not None or changes.evicted:
+            return None
+        if not stream.filter.everything or send.upto < changes.end:
+            return None
+        data, items, last = changes.join(self._chunk_size(), stream.opaque, dcp=form, below=SHARED)
+        if not items:
+            return None
+        stream.announced = Seqno(last)
+        self._put(stream, data, items=items)
+        return len(data)
+
+    def _finish_snapshot(self, stream: Subscription, send: Send) -> None:
+        self._queue.popleft()
+        stream.todo = None
+        stream.drop()
+        self._note_durable(stream)
+        self._snapshot_sent(stream, send)
+        self._perform(stream, stream.machine.done(stream.announced))
+        self._regroup_unless_ended(stream)
+
+    def _regroup_unless_ended(self, stream: Subscription) -> None:
+        if stream.machine.phase is not Sending.ENDED:
+            self._regroup(stream)
+
+    # ── The end of things ─────────────────────────────────────────────────────────────────────────
+
+    def stop(self, stream: Subscription, reason: EndReason) -> None:
+        """End a stream from outside: its consumer asked, its partition changed, the node goes."""
+        self._leave_step(stream)
+        self._perform(stream, stream.machine.stop(reason))
+        self._schedule()
+
+    def stop_all(self, reason: EndReason) -> None:
+        for stream in tuple(self.streams.values()):
+            self.stop(stream, reason)
+        self.flush()
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._closed = True
+        for stream in tuple(self.streams.values()):
+            self._leave_step(stream)
+            for effect in stream.machine.stop(EndReason.DISCONNECTED):
+                if isinstance(effect, Reopen):  # the connection is gone: nothing can be sent
+                    self._perform(stream, (effect,))
+            self._forget(stream)
+        self._queue.clear()
+        self._unconfirmed.clear()
+        self._out.clear()
+        self.fanout.listeners.pop(self, None)
+
+
+def nothing_overwritten(store: PartitionStore, start: int, until: int) -> bool:
+    """True if the state at `until` can still be sent: every change in (start, until] is in the store.
+
+    A revision does not show that: a change stored with its own metadata may replace a key and have
+    revision 1. Where versions are missing the consumer gets its changes without a consistent point.
+    """
+    return len(store.items.after(start)) - len(store.items.after(until)) == until - start

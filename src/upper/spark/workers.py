@@ -1,0 +1,44 @@
+"""The workers of a verb: those of a Spark session, or threads of this process, without PySpark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from upper.pipeline.local import LocalRunner
+from upper.pipeline.target import Runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    local: bool = False  # threads of this process, without Spark
+    master: str = "local[*]"
+    py_files: tuple[str, ...] = ()
+    spark: Mapping[str, str] = field(default_factory=dict)
+
+
+class Workers(Protocol):
+    """Makes runners over the same workers."""
+
+    def __call__(self, *, pool: str | None = None, watch: Callable[[float], None] | None = None) -> Runner:
+        """Jobs of two pools share the workers; those of one pool queue. `watch`: the share that is done."""
+        ...
+
+
+@contextmanager
+def workers(app: str, settings: WorkerSettings) -> Iterator[Workers]:
+    """Start the workers, and stop them at the end."""
+    if settings.local:
+        yield lambda *, pool=None, watch=None: LocalRunner(watch=watch)
+        return
+    from upper.spark.session import SparkRunner, start, stop
+
+    # Jobs of several pools share the workers.
+    conf = {"spark.scheduler.mode": "FAIR", **settings.spark}
+    session = start(app=app, master=settings.master, settings=conf, py_files=settings.py_files)
+    try:
+        yield lambda *, pool=None, watch=None: SparkRunner(session, pool=pool, watch=watch)
+    finally:
+        stop(session)

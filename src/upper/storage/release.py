@@ -1,0 +1,151 @@
+"""From the local disk to responses and consumers: batches wait here until their changes may be exposed.
+
+A batch is *written* when this node has stored it, as its durability demands: `PartitionStore.written` moves,
+and replicas may have it. It is *released* when responses and consumers may see it: `PartitionStore.durable`
+moves. Without a gate both happen in one step. With a gate, written batches wait in a queue and are released
+in order, each as soon as the gate opens for it.
+
+A history that ends here (`withdraw`) leaves the queue without its release: its changes stay unconfirmed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
+
+from upper import kernel
+from upper.errors import UpperError
+from upper.storage import records
+from upper.storage.partition import FAST_SEQNOS, PartitionStore
+
+if TYPE_CHECKING:
+    from upper.storage.bucket import BucketStore
+
+Reached: TypeAlias = "list[tuple[kernel.Table, int]]"  # partitions of a batch, and the seqnos they had then
+
+
+class Commit(NamedTuple):
+    """A batch that was written or released; with an error, one that was discarded."""
+
+    ticket: int
+    records: list[bytes]  # changes and flushes, in order
+    error: UpperError | None = None
+    unconfirmed: UpperError | None = None  # why some of its changes must not be confirmed
+
+
+Listener: TypeAlias = Callable[[Commit], None]
+
+
+class Gate(Protocol):
+    """What decides how long written batches wait."""
+
+    def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+        """These partitions have these seqnos on the local disk; those that a release must wait for."""
+
+    def opens(self, held: list[tuple[PartitionStore, int]]) -> bool:
+        """Whether a batch that waits for these may be released."""
+
+
+class Unreleased(NamedTuple):
+    commit: Commit
+    held: Reached
+
+    @property
+    def empty(self) -> bool:
+        """Whether its release changes nothing but the number of the last released batch."""
+        commit = self.commit
+        return not (self.held or commit.records or commit.error or commit.unconfirmed)
+
+
+class ReleaseQueue:
+    """The batches between the local disk and their release."""
+
+    def __init__(self, bucket: BucketStore) -> None:
+        self._bucket = bucket
+        self._gate: Gate | None = None
+        self._queue: deque[Unreleased] = deque()
+        self._on_written: list[Listener] = []
+        self._on_release: list[Listener] = []
+        self._releasing = False
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def install(self, gate: Gate) -> None:
+        """From here on batches wait for this gate."""
+        self._gate = gate
+
+    def subscribe(self, listener: Listener, *, written: bool = False) -> Callable[[], None]:
+        """Call `listener` with every batch, in order, when it is released (or written, or discarded)."""
+        listeners = self._on_written if written else self._on_release
+        listeners.append(listener)
+        return lambda: listeners.remove(listener)
+
+    def note(self, reached: Reached) -> None:
+        """A batch is stored. Its seqnos move at once, its subscribers follow with `publish`."""
+        # No rollback can have happened since: it waits for the batch that is being written.
+        self._reach(reached, exposed=self._gate is None)
+
+    def publish(self, commit: Commit, reached: Reached) -> None:
+        """Pass on a batch that was noted, or one that was discarded."""
+        held = [] if self._gate is None else self._gate.held(_stores(reached))
+        for listener in tuple(self._on_written):
+            listener(commit)
+        if self._gate is None:
+            self._tell(commit)
+            return
+        if not held:
+            self._reach(reached, exposed=True)
+        elif len(held) < len(reached):
+            waiting = {store.id for store, _ in held}
+            self._reach([entry for entry in _stores(reached) if entry[0].id not in waiting], exposed=True)
+        if not held and commit.error is None:
+            commit = commit._replace(records=[])  # of replicas, which have no consumers
+            if self._queue and self._queue[-1].empty:
+                self._queue.pop()  # so that replicas do not fill the queue while nothing is released
+        self._queue.append(Unreleased(commit, _tables(held)))
+        self.release()
+
+    def release(self) -> None:
+        """Release the batches for which the gate is open now."""
+        if self._releasing:
+            return  # a subscriber caused this call; the loop below goes on
+        self._releasing = True
+        try:
+            while self._queue and (self._gate is None or self._gate.opens(_stores(self._queue[0].held))):
+                commit, held = self._queue.popleft()
+                self._reach(held, exposed=True)
+                self._tell(commit)
+        finally:
+            self._releasing = False
+
+    def withdraw(self, store: PartitionStore, why: UpperError | None = None) -> None:
+        """The partition's history ends here: unreleased batches do not wait for it, nor move its seqnos.
+
+        With a reason, responses to its changes fail instead of confirming them.
+        """
+        for place, (commit, held) in enumerate(self._queue):
+            kept = [entry for entry in held if entry[0] is not store]
+            if len(kept) < len(held):
+                rest = [one for one in commit.records if records.partition_of_record(one) != store.id]
+                commit = commit._replace(records=rest, unconfirmed=why or commit.unconfirmed)
+                self._queue[place] = Unreleased(commit, kept)
+
+    def _reach(self, reached: Reached, *, exposed: bool) -> None:
+        if kernel.reach(reached, exposed) > FAST_SEQNOS:
+            for store in self._bucket.partitions:
+                self._bucket.served(store)
+
+    def _tell(self, commit: Commit) -> None:
+        for listener in tuple(self._on_release):
+            listener(commit)
+
+
+def _stores(reached: Reached) -> list[tuple[PartitionStore, int]]:
+    """The kernel's tables are the partitions."""
+    return cast("list[tuple[PartitionStore, int]]", reached)
+
+
+def _tables(held: list[tuple[PartitionStore, int]]) -> Reached:
+    return cast("Reached", held)

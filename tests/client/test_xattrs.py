@@ -1,0 +1,97 @@
+"""Extended attributes: kept beside the value, which is the document alone.
+
+No command of a node stores them, so the test writes values as Couchbase sends them into the store of a node,
+and reads them over a socket: data type and bytes arrive as they would from Couchbase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import upper
+from tests.server.inside import Running
+from upper.client.decode import StreamFramer
+from upper.client.partition_consumer import PartitionConsumer
+from upper.client.position_codec import ResumePoints
+from upper.errors import BadLength
+from upper.model import messages
+from upper.model.values import FailoverLog, Partition, Seqno, Version
+from upper.record.layout import U32
+from upper.wire.dcp import DCP
+from upper.wire.xattrs import split
+
+ATTRIBUTES = {"_sync": b'{"rev":"1-ab"}', "owner": b'"ann"'}
+JSON, XATTR = 0x01, 0x04
+
+
+def join(attributes: Mapping[str, bytes], document: bytes) -> bytes:
+    """A value with its attributes in front, as Couchbase writes it."""
+    pairs = [name.encode() + b"\0" + content + b"\0" for name, content in attributes.items()]
+    packed = b"".join(U32.pack(len(pair)) + pair for pair in pairs)
+    return U32.pack(len(packed)) + packed + document
+
+
+names = st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0"), max_size=20)
+contents = st.binary(max_size=40).filter(lambda content: b"\0" not in content)
+
+
+@given(st.dictionaries(names, contents, max_size=4), st.binary(max_size=60))
+def test_what_was_joined_is_split_again(attributes: dict[str, bytes], document: bytes) -> None:
+    assert split(join(attributes, document)) == (attributes, document)
+
+
+@given(st.dictionaries(names, contents, min_size=1, max_size=3), st.integers(min_value=0))
+def test_attributes_that_are_cut_off_are_refused(attributes: dict[str, bytes], cut: int) -> None:
+    whole = join(attributes, b"")
+    with pytest.raises(BadLength):
+        split(whole[: cut % len(whole)])
+
+
+@given(st.binary(max_size=80))
+def test_bytes_of_strangers_are_split_or_refused(value: bytes) -> None:
+    try:
+        attributes, document = split(value)
+    except BadLength:
+        return
+    assert value.endswith(document)
+    assert all(content in value for content in attributes.values())
+
+
+def test_a_follower_gets_the_document_and_its_attributes(tmp_path: Path) -> None:
+    with Running(tmp_path / "data") as running:
+        store = running.bucket.partitions[0]
+        value = join(ATTRIBUTES, b'{"a": 1}')
+        running.call(lambda: store.write(b"with", value, data_type=JSON | XATTR))
+        running.call(lambda: store.write(b"without", b"{}", data_type=JSON))
+        running.call(running.bucket.commit)
+        with upper.connect(f"couchbase://127.0.0.1:{running.port}/default") as bucket:
+            changes = [event for event in bucket.changes(until="now") if isinstance(event, upper.Mutation)]
+    assert [(event.key, event.value, event.xattrs, event.data_type) for event in changes] == [
+        (b"with", b'{"a": 1}', ATTRIBUTES, JSON),
+        (b"without", b"{}", None, JSON),
+    ]
+
+
+def test_the_attributes_of_deletions_are_kept() -> None:
+    log = FailoverLog((Version(upper.BranchId(9), Seqno(0)),))
+    consumer = PartitionConsumer(Partition(5), ResumePoints(log, (Seqno(1),)), bounds=True)
+    consumer.open()
+    consumer.on_accepted(log.versions)
+    marker = messages.SnapshotMarker(partition=Partition(5), opaque=5, start=Seqno(1), end=Seqno(3))
+    consumer.on(marker)
+    of: dict[str, Any] = {"partition": Partition(5), "opaque": 5, "deleted_at": 9}
+    gone = join(ATTRIBUTES, b"")
+    said = [
+        messages.DeletionMessage(key=b"d", seqno=Seqno(2), value=gone, data_type=XATTR, **of),
+        messages.DeletionMessage(key=b"e", seqno=Seqno(3), **of),
+    ]
+    data = b"".join(map(DCP.encode, said))
+    events = list(StreamFramer().typed(data, {Partition(5): consumer}, DCP))
+    found = [event.xattrs for event in events if isinstance(event, upper.Deletion)]
+    assert found == [ATTRIBUTES, None]

@@ -1,0 +1,104 @@
+"""The loops over acknowledgements: both kernels do what `ActiveCopy` does call by call."""
+
+from __future__ import annotations
+
+import random
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+
+from upper import kernel
+from upper.cluster.active_copy import ActiveCopy
+from upper.cluster.bucket_map import BucketSettings, PartitionEntry
+from upper.kernel import plain
+from upper.kernel.plain_tracking import PAIR
+from upper.model.values import Epoch, NodeId, Partition, Seqno
+
+HERE, B, C, D = map(NodeId, ("here", "b", "c", "d"))
+SETTINGS = {name: BucketSettings(replicas=3, acknowledge=name) for name in ("in-sync", "local")}
+
+
+class Numbered(kernel.Table):
+    """A table that knows its partition, as a partition does."""
+
+    __slots__ = ("id",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.id = number
+
+
+def twins() -> list[ModuleType]:
+    if kernel.NAME == "plain":
+        return [plain]
+    return [plain, import_module("upper.kernel._compiled")]
+
+
+def copies(choose: random.Random) -> dict[Partition, ActiveCopy]:
+    made = {}
+    for number in range(4):
+        in_sync = frozenset(choose.sample((B, C, D), choose.randrange(4)))
+        entry = PartitionEntry(Epoch(choose.randrange(1, 3)), HERE, (B, C, D), in_sync | {HERE})
+        settings = SETTINGS[choose.choice(("in-sync", "local"))]
+        made[Partition(number)] = ActiveCopy(HERE, entry, Seqno(choose.randrange(3)), settings)
+    return made
+
+
+def shown(tracked: dict[Partition, ActiveCopy]) -> list[object]:
+    return [
+        (
+            copy.durable,
+            copy.replicated,
+            copy.watermark,
+            copy.ready,
+            copy._held,
+            copy._silent_since,
+            copy.joining,
+        )
+        for copy in tracked.values()
+    ]
+
+
+@pytest.mark.parametrize("twin", twins(), ids=lambda twin: str(twin.__name__))
+@pytest.mark.parametrize("seed", range(40))
+def test_a_loop_equals_the_calls_for_each_partition(twin: ModuleType, seed: int) -> None:
+    choose = random.Random(seed)
+    looped, called = copies(random.Random(seed)), copies(random.Random(seed))
+    tables = [Numbered(number) for number in range(5)]  # the last one is not active here
+    epochs = {number: Epoch(choose.randrange(1, 3)) for number in range(4)}
+    for now in range(60):
+        if choose.random() < 0.5:
+            reached = [
+                (table, choose.randrange(20)) for table in choose.sample(tables, choose.randrange(1, 6))
+            ]
+            held = twin.wrote(reached, looped, float(now))
+            assert held == [entry for entry in reached if entry[0].id < 4]
+            for table, seqno in held:
+                called[table.id].written(Seqno(seqno), float(now))
+        else:
+            node = choose.choice((B, C, D))
+            pairs = [(choose.randrange(5), choose.randrange(20)) for _ in range(choose.randrange(1, 6))]
+            packed = b"".join(PAIR.pack(*pair) for pair in pairs)
+            left = twin.acknowledge(packed, looped, node, epochs, float(now))
+            ordinary = [
+                (p, seqno)
+                for p, seqno in pairs
+                if p < 4
+                and epochs[p] == called[Partition(p)].entry.epoch
+                and node in called[Partition(p)].waited_for
+            ]
+            assert left == [pair for pair in pairs if pair not in ordinary]
+            for p, seqno in ordinary:
+                called[Partition(p)].acknowledged(node, epochs[p], Seqno(seqno), float(now))
+        assert shown(looped) == shown(called)
+        asked = [(table, choose.randrange(20)) for table in choose.sample(tables[:4], 2)]
+        expected = all(called[Partition(table.id)].watermark >= seqno for table, seqno in asked)
+        assert twin.covered(asked, looped) is expected
+    assert not twin.covered([(tables[4], 0)], looped), "a partition that is not active here has no watermark"
+
+
+@pytest.mark.parametrize("twin", twins(), ids=lambda twin: str(twin.__name__))
+def test_bytes_that_are_not_pairs_are_refused(twin: ModuleType) -> None:
+    with pytest.raises(ValueError, match="11 bytes are not pairs of 10"):
+        twin.acknowledge(bytes(11), {}, B, {}, 0.0)

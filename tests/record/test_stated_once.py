@@ -1,0 +1,35 @@
+"""No module outside `record`, `wire` and `kernel` states where a field of a record is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import upper
+
+SOURCE = Path(upper.__file__).parent
+HOMES = {"record", "wire", "kernel"}
+RECORDS = {"record", "entry", "packet", "payload", "old"}  # what the source calls a record
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in HOMES)
+
+
+def offsets(text: str) -> Iterator[str]:
+    """Every subscript of a record by a number above 0."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id in RECORDS:
+            numbers = [part.value for part in ast.walk(node.slice) if isinstance(part, ast.Constant)]
+            if any(isinstance(number, int) and number > 0 for number in numbers):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_module_reads_records_by_the_names_of_their_offsets(path: Path) -> None:
+    assert list(offsets(path.read_text())) == []
+
+
+@pytest.mark.parametrize("text", ["record[1]", "entry[16:24]", "packet[at + 6]", "record[24 + size :]"])
+def test_an_offset_is_found_however_it_is_written(text: str) -> None:
+    assert len(list(offsets(text))) == 1

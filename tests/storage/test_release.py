@@ -1,0 +1,189 @@
+"""The queue between the local disk and the release of batches: order, levels, withdrawal, failure."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.disks import Faulty
+from tests.storage.conftest import Open
+from upper.errors import NotMyPartition, NotWritable
+from upper.model.values import Seqno
+from upper.storage import Commit, Durability, PartitionStore, StorageSettings
+
+pytestmark = pytest.mark.usefixtures("either_kernel")
+
+
+class Watermarks:
+    """A gate that opens up to seqnos that the test sets, for the partitions that it names."""
+
+    def __init__(self, *partitions: int) -> None:
+        self.marks = dict.fromkeys(partitions, 0)
+
+    def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+        return [entry for entry in reached if entry[0].id in self.marks]
+
+    def opens(self, held: list[tuple[PartitionStore, int]]) -> bool:
+        return all(self.marks[store.id] >= seqno for store, seqno in held)
+
+
+def quiet(durability: Durability) -> StorageSettings:
+    return StorageSettings(compact=False, sweep_every=3600.0, durability=durability)
+
+
+@pytest.mark.parametrize("durability", Durability)
+def test_batches_wait_for_the_gate_and_are_released_in_order(opened: Open, durability: Durability) -> None:
+    bucket = opened(quiet(durability))
+    gate = Watermarks(0, 1)
+    written: list[int] = []
+    released: list[tuple[int, list[int]]] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(lambda commit: written.append(commit.ticket), written=True)
+    bucket.subscribe(
+        lambda commit: released.append((commit.ticket, [store.durable for store in bucket.partitions[:2]]))
+    )
+    zero, one = bucket.partitions[:2]
+    first = bucket.ticket
+    for store in (zero, one, zero):
+        store.write(b"k", b"v")
+        bucket.commit()
+    assert written == [first, first + 1, first + 2]
+    assert (zero.written, one.written) == (2, 1)
+    assert (zero.durable, one.durable, released) == (0, 0, [])
+    gate.marks[1] = 1
+    bucket.releases.release()
+    assert released == [], "the batch before it still waits"
+    gate.marks[0] = 1
+    bucket.releases.release()
+    assert released == [(first, [1, 0]), (first + 1, [1, 1])]
+    gate.marks[0] = 2
+    bucket.releases.release()
+    assert released[2:] == [(first + 2, [2, 1])]
+
+
+def test_partitions_that_the_gate_does_not_name_delay_nothing_and_fill_no_queue(opened: Open) -> None:
+    bucket = opened()
+    gate = Watermarks(0)
+    released: list[Commit] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(released.append)
+    bucket.partitions[1].write(b"k", b"v")
+    bucket.commit()
+    assert [commit.ticket for commit in released] == [bucket.done]
+    bucket.partitions[0].write(b"k", b"v")
+    bucket.commit()
+    for _ in range(20):
+        bucket.partitions[1].write(b"k", b"v")
+        bucket.commit()
+    assert len(released) == 1
+    assert len(bucket.releases) == 2, "the batch that waits, and one for all that follow it"
+    assert bucket.partitions[1].durable == 21
+    gate.marks[0] = 1
+    bucket.releases.release()
+    assert released[-1].ticket == bucket.done
+
+
+def test_a_history_that_ends_here_is_withdrawn_and_its_changes_stay_unconfirmed(opened: Open) -> None:
+    bucket = opened()
+    gate = Watermarks(0, 1)
+    released: list[Commit] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(released.append)
+    bucket.partitions[0].write(b"lost", b"v")
+    bucket.partitions[1].write(b"kept", b"v")
+    bucket.commit()
+    gate.marks[1] = 1
+    why = NotMyPartition("another node is active", partition=0)
+    bucket.releases.withdraw(bucket.partitions[0], why)
+    bucket.releases.release()
+    (commit,) = released
+    assert commit.unconfirmed is why
+    assert commit.error is None
+    assert len(commit.records) == 1
+    assert (bucket.partitions[0].durable, bucket.partitions[1].durable) == (0, 1)
+
+
+def test_a_rollback_takes_unreleased_changes_out_of_the_queue(opened: Open) -> None:
+    bucket = opened()
+    store = bucket.partitions[0]
+    store.write(b"k", b"v")
+    bucket.commit()
+    gate = Watermarks(0)
+    bucket.releases.install(gate)
+    store.write(b"unreleased", b"v")
+    bucket.commit()
+    assert (store.written, store.durable) == (2, 1)
+    store.rollback(Seqno(1))
+    assert (store.high, store.written, store.durable) == (1, 1, 1)
+    gate.marks[0] = 2
+    bucket.releases.release()
+    assert store.durable == 1
+    assert len(bucket.releases) == 0
+
+
+def test_a_failed_batch_is_reported_after_the_batches_that_wait_before_it(opened: Open) -> None:
+    disk = Faulty("fdatasync")
+    bucket = opened(quiet(Durability.DISK), disk=disk)
+    gate = Watermarks(0)
+    written: list[tuple[int, bool]] = []
+    released: list[tuple[int, bool]] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(lambda commit: written.append((commit.ticket, commit.error is None)), written=True)
+    bucket.subscribe(lambda commit: released.append((commit.ticket, commit.error is None)))
+    store = bucket.partitions[0]
+    store.write(b"good", b"v")
+    bucket.commit()
+    good = bucket.done
+    disk.armed = True
+    store.write(b"bad", b"v")
+    with pytest.raises(NotWritable):
+        bucket.commit()
+    assert written == [(good, True), (good + 1, False)]
+    assert released == []
+    assert (store.high, store.written, store.durable) == (1, 1, 0), "reading it again exposes nothing"
+    gate.marks[0] = 1
+    bucket.releases.release()
+    assert released == [(good, True), (good + 1, False)]
+    assert store.durable == 1
+
+
+def test_waiting_for_the_disk_does_not_wait_for_the_release(opened: Open) -> None:
+    bucket = opened()
+    bucket.releases.install(Watermarks(0))
+
+    async def wait() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        bucket.partitions[0].write(b"k", b"v")
+        await asyncio.wait_for(bucket.saved(), 30)
+        assert bucket.partitions[0].durable == 0
+        bucket.close()
+
+    asyncio.run(wait())
+
+
+def test_in_memory_mode_changes_that_the_disk_refused_wait_for_the_gate_too(opened: Open) -> None:
+    disk = Faulty("write")
+    bucket = opened(quiet(Durability.MEMORY), disk=disk)
+    gate = Watermarks(0)
+    released: list[Commit] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(released.append)
+    store = bucket.partitions[0]
+
+    def write_more(commit: Commit) -> None:
+        """While the first batch is on its way to the disk."""
+        if store.high == 1:
+            store.write(b"second", b"v")
+
+    bucket.subscribe(write_more, written=True)
+    disk.armed = True
+    store.write(b"first", b"v")
+    with pytest.raises(NotWritable):
+        bucket.commit()
+    assert (store.high, store.written, store.durable) == (2, 2, 0)
+    assert released == []
+    gate.marks[0] = 2
+    bucket.releases.release()
+    assert [len(commit.records) for commit in released] == [1, 1]
+    assert store.durable == 2
