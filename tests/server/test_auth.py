@@ -182,6 +182,17 @@ def test_who_is_still_being_checked_is_not_read_from_without_end(tmp_path: Path,
             assert peer.wait_for(Response, 2).status == 0
 
 
+def test_a_login_is_checked_however_much_is_sent_behind_it(guarded: Node) -> None:
+    with Peer(guarded, None) as peer:
+        secret = b"\0writer\0" + PASSWORDS["writer"].encode()
+        peer.session.send(Request(opcode=Opcode.SASL_AUTH, key=b"PLAIN", value=secret, opaque=1))
+        for _ in range(20_000):  # more than the node reads from a connection without a login, in one write
+            peer.session.send(Request(opcode=Opcode.NOOP, opaque=2))
+        peer.socket.sendall(peer.session.take_output())
+        assert peer.wait_for(Response, 1).status == 0
+        assert peer.wait_for(Response, 2).status == 0
+
+
 def test_what_is_sent_behind_a_login_is_answered_behind_it(guarded: Node) -> None:
     with Peer(guarded, None) as peer:
         secret = b"\0writer\0" + PASSWORDS["writer"].encode()

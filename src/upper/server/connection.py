@@ -249,7 +249,8 @@ class Connection(AnsweringConnection):
             head = self._input.head(data, at, max_body=self._largest)
         if head is None and len(data) - at < HEADER_SIZE:
             return None
-        if not self.known and self.bytes_in - self._trusted > self._largest:
+        # What stands behind this packet does not count: it may stand behind a login.
+        if not self.known and self.bytes_in - self._trusted - (len(data) - at) > self._largest:
             raise AuthenticationFailed(
                 f"{self._largest} bytes came without a login; authenticate with SASL first"
             )
