@@ -17,15 +17,38 @@ if TYPE_CHECKING:
     from tests.spark.synced_lake import SyncedLake
 
 
-@pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
-    from upper.spark import register
-    from upper.spark.session import start
+class SharedSession:
+    """The session of this process, started when a test needs it, and again if a test has stopped it."""
 
-    session = start(app="tests", master="local[2]", settings={"spark.sql.shuffle.partitions": "2"})
-    register(session)
-    yield session
-    session.stop()
+    def __init__(self) -> None:
+        self._session: SparkSession | None = None
+
+    def get(self) -> SparkSession:
+        from upper.spark import register
+        from upper.spark.session import running, start
+
+        if self._session is None or not running():
+            self._session = start(
+                app="tests", master="local[2]", settings={"spark.sql.shuffle.partitions": "2"}
+            )
+            register(self._session)
+        return self._session
+
+    def stop(self) -> None:
+        if self._session is not None:
+            self._session.stop()
+
+
+@pytest.fixture(scope="session")
+def shared_session() -> Iterator[SharedSession]:
+    shared = SharedSession()
+    yield shared
+    shared.stop()
+
+
+@pytest.fixture
+def spark(shared_session: SharedSession) -> SparkSession:
+    return shared_session.get()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from hashlib import sha256
 from typing import Any, TypeVar
 
 from py4j.protocol import Py4JError, Py4JNetworkError  # type: ignore[import-untyped]
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
@@ -34,6 +35,11 @@ class NoSpark(NoWorkers):
     """Spark did not start, or has ended."""
 
 
+def running() -> bool:
+    """Whether this process has a Spark context already, such as that of a notebook."""
+    return SparkContext._active_spark_context is not None
+
+
 def start(
     *,
     app: str,
@@ -41,7 +47,10 @@ def start(
     settings: Mapping[str, str] | None = None,
     py_files: Sequence[str] = (),
 ) -> SparkSession:
-    """A session; `master` is `local[*]`, or the address of a cluster."""
+    """A session; `master` is `local[*]`, or the address of a cluster.
+
+    Where one is running, it is that one with its own settings: a process has one Spark context.
+    """
     if not re.match(r"local(\[[^]]+\])?$|(spark|k8s)://.|yarn$", master):
         raise InvalidArguments(f"Spark has no master {master!r}; name one as local[*] or spark://HOST:PORT")
     java.ensure()
@@ -61,9 +70,11 @@ def start(
         conf["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet()}"
     if local:
         conf |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    builder = SparkSession.builder.appName(app).master(with_retries(master))
-    for name, value in {**conf, **(settings or {})}.items():
-        builder = builder.config(name, value)
+    builder = SparkSession.builder
+    if not running():
+        builder = builder.appName(app).master(with_retries(master))
+        for name, value in {**conf, **(settings or {})}.items():
+            builder = builder.config(name, value)
     # Py4J logs a stack trace for every call that is interrupted.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
     try:
@@ -135,11 +146,17 @@ class SparkRunner:
     @property
     def width(self) -> int:
         """Two tasks for each core: while one waits for its node, the other works."""
+        self._require_running()
         return 2 * int(self._context.defaultParallelism)
+
+    def _require_running(self) -> None:
+        if self._context._jsc is None:
+            raise NoSpark("the Spark session of this runner was stopped; start another and a runner over it")
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
         if not tasks:
             return []
+        self._require_running()
         try:
             with self._watched(len(tasks)):
                 answers: list[Any] = in_thread(lambda: self._collect(tasks))

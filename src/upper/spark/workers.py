@@ -29,16 +29,18 @@ class Workers(Protocol):
 
 @contextmanager
 def workers(app: str, settings: WorkerSettings) -> Iterator[Workers]:
-    """Start the workers, and stop them at the end."""
+    """Start the workers, and stop them at the end. A session that was running before goes on."""
     if settings.local:
         yield lambda *, pool=None, watch=None: LocalRunner(watch=watch)
         return
-    from upper.spark.session import SparkRunner, start, stop
+    from upper.spark.session import SparkRunner, running, start, stop
 
     # Jobs of several pools share the workers.
     conf = {"spark.scheduler.mode": "FAIR", **settings.spark}
+    foreign = running()
     session = start(app=app, master=settings.master, settings=conf, py_files=settings.py_files)
     try:
         yield lambda *, pool=None, watch=None: SparkRunner(session, pool=pool, watch=watch)
     finally:
-        stop(session)
+        if not foreign:
+            stop(session)
