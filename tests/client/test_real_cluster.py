@@ -18,9 +18,13 @@ import pytest
 import upper
 from tests.client.test_cluster import NUDGES, Goal, beside, eventually
 from tests.cluster.running import PATIENCE, RunningCluster
+from tests.server.peers import Peer
 from upper.cluster import administration
 from upper.cluster.agreement.embedded import FILE
 from upper.cluster.members import ClusterState
+from upper.model.messages import SeqnosAnswer, SeqnosRequest
+from upper.model.values import Partition, State
+from upper.wire.codes import Opcode
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +53,7 @@ class Follower:
             return
         url = self._cluster.url.replace("upr://", "couchbase://" if "couchbase" in self._form else "upr://")
         with closing(upper.connect(url, timeout=PATIENCE, patience=PATIENCE)) as bucket:
-            columns = self._form == "columns"
+            columns = self._form.startswith("columns")
             options: dict[str, Any] = {"on_rollback": "continue"}
             feed: Any = bucket.changes_arrow(**options) if columns else bucket.changes(**options)
             with feed:
@@ -139,6 +143,36 @@ def test_a_feed_misses_and_doubles_nothing_when_nodes_are_killed_and_stopped(
     assert follower.count() >= writer.written
 
 
+def test_each_node_reports_the_seqnos_of_exactly_the_copies_that_the_map_gives_it(
+    cluster: RunningCluster,
+) -> None:
+    """A DCP client asks every node of the map, and takes the answers together for the whole bucket."""
+
+    def check() -> None:
+        with closing(cluster.connect()) as bucket:
+            highs = bucket.seqnos()
+        ports = {node.port: node for node in cluster.nodes.values() if node.running}
+        for node in ports.values():
+            with Peer(node, None, timeout=PATIENCE) as peer:
+                shown = json.loads(peer.ask(Opcode.GET_CLUSTER_CONFIG).value)["vBucketServerMap"]
+                own = next(i for i, at in enumerate(shown["serverList"]) if at.endswith(f":{node.port}"))
+                assert {int(at.rpartition(":")[2]) for at in shown["serverList"]} == set(ports)
+                for copy, kind in enumerate((State.ACTIVE, State.REPLICA)):
+                    peer.send(SeqnosRequest(opaque=7, state=kind))
+                    found = dict(peer.wait_for(SeqnosAnswer, 7).seqnos)
+                    held = {p for p, row in enumerate(shown["vBucketMap"]) if row[copy] == own}
+                    assert found == {p: highs[Partition(p)] for p in held}
+
+    cluster.create(3)
+    cluster.until_in_sync()
+    with closing(cluster.connect()) as bucket:
+        bucket.set_many({f"key{n}": "v" for n in range(500)})
+    check()
+    cluster.kill("n1")
+    cluster.until(without("n1"))
+    check()
+
+
 @contextmanager
 def busy_store(cluster: RunningCluster) -> Iterator[None]:
     """No change of the agreement store is possible: another process holds its lock."""
@@ -194,9 +228,10 @@ def test_a_failover_that_loses_a_tail_rolls_back_exactly_those_who_saw_it(tmp_pa
             assert follower.seqnos[partition][:high] == list(range(1, high + 1))
 
 
-def test_a_feed_follows_a_rebalance_without_a_rollback(cluster: RunningCluster) -> None:
+@pytest.mark.parametrize("form", ["events", "events over couchbase://", "columns over couchbase://"])
+def test_a_feed_follows_a_rebalance_without_a_rollback(cluster: RunningCluster, form: str) -> None:
     cluster.create(2)
-    follower, writer = Follower(cluster), Writer(cluster)
+    follower, writer = Follower(cluster, form), Writer(cluster)
     with beside(follower.run) as following, closing(cluster.connect()) as bucket:
         with beside(writer.run):
             writer.until(200)

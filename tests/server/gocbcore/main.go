@@ -216,6 +216,7 @@ func main() {
 		return err
 	})
 	highs := map[uint16]uint64{}
+	faults := []string{}
 	snapshot, err := agent.ConfigSnapshot()
 	if err != nil {
 		fail("map", err)
@@ -224,11 +225,15 @@ func main() {
 	if err != nil {
 		fail("map", err)
 	}
-	for node := 0; node < nodes; node++ {
+	// gocbcore counts nodes from 1 here: 0 is the node that has partition 0, whichever that is.
+	for node := 1; node <= nodes; node++ {
 		wait(func(done chan error) error {
 			_, err := agent.GetVbucketSeqnos(node, memd.VbucketStateActive, gocbcore.GetVbucketSeqnoOptions{},
 				func(entries []gocbcore.VbSeqNoEntry, err error) {
 					for _, entry := range entries {
+						if _, known := highs[entry.VbID]; known {
+							faults = append(faults, fmt.Sprintf("%d: active on two nodes", entry.VbID))
+						}
 						highs[entry.VbID] = uint64(entry.SeqNo)
 					}
 					done <- err
@@ -239,7 +244,7 @@ func main() {
 	everything := &all{list: *list, limit: *limit, done: make(chan struct{})}
 	everything.found = result{
 		Partitions: len(highs), Rollbacks: map[string]uint64{}, Positions: map[string]*position{},
-		Changes: []change{}, Faults: []string{},
+		Changes: []change{}, Faults: faults,
 	}
 	began := time.Now()
 	var opened sync.WaitGroup
