@@ -17,7 +17,7 @@ BUILT = importlib.util.find_spec("upper.kernel._compiled") is not None
 
 
 def chosen(**environ: str) -> str:
-    program = "import upper.kernel as kernel; print(kernel.NAME, kernel.scan.__module__)"
+    program = "import upper.kernel as kernel; print(kernel.NAME, kernel.join.__module__)"
     run = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -28,7 +28,7 @@ def chosen(**environ: str) -> str:
     return run.stdout.strip()
 
 
-def test_the_twin_runs_where_it_is_asked_for() -> None:
+def test_the_plain_kernel_runs_where_it_is_requested() -> None:
     assert chosen(UPPER_KERNEL="plain") == "plain upper.kernel.plain"
 
 

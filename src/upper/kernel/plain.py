@@ -1,41 +1,30 @@
-"""The kernel in plain Python: what each loop means, and what runs where nothing could be compiled.
+"""The kernel in plain Python: the meaning of each loop, and the code that runs without a compiled kernel.
 
-Nothing here needs anything outside the standard library; `to_arrow` imports pyarrow when it is called.
+The functions that write to a socket, read a file or sort records are here; the others are in the `plain_*`
+modules. Only `to_arrow` needs a library outside the standard library.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from upper.kernel.packets import (
-    AT_DCP_META,
     CHANGE,
-    DCP_EXTRAS,
-    ECHO,
-    MAX_RANGE,
     NANOSECONDS,
-    SHAPE,
     Buffer,
-    Columns,
-    bad_change,
-    bad_length,
-    bad_magic,
-    check_range,
     check_record,
     fits_opaque,
-    flat,
-    no_branch,
     not_a_change,
     numbers,
     short,
     solid,
-    too_large,
     truncated,
     within,
 )
 from upper.kernel.plain_apply import apply as apply
+from upper.kernel.plain_columns import columns as columns
+from upper.kernel.plain_columns import to_arrow as to_arrow
 from upper.kernel.plain_events import events as events
 from upper.kernel.plain_map import RecordMap as RecordMap
 from upper.kernel.plain_map import RecordView as RecordView
@@ -44,6 +33,8 @@ from upper.kernel.plain_run import Table as Table
 from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
 from upper.kernel.plain_run import touched as touched
+from upper.kernel.plain_scan import records as records
+from upper.kernel.plain_scan import scan as scan
 from upper.kernel.plain_tracking import CopyProgress as CopyProgress
 from upper.kernel.plain_tracking import acknowledge as acknowledge
 from upper.kernel.plain_tracking import covered as covered
@@ -54,7 +45,6 @@ from upper.record.layout import (
     AT_CAS,
     AT_DATA_TYPE,
     AT_EXTRAS_LENGTH,
-    AT_FLAGS,
     AT_KEY_LENGTH,
     AT_OPAQUE,
     AT_OPCODE,
@@ -67,179 +57,17 @@ from upper.record.layout import (
     FLUSH,
     HEADER,
     HEADER_SIZE,
-    MAX_BODY,
     MUTATION,
     MUTATION_EXTRAS,
     NO_OPAQUE,
-    OPERATIONS,
     REQUEST,
-    RESPONSE,
     SNAPSHOT_END,
     SNAPSHOT_START,
-    TAIL,
     U32,
-    U64,
 )
 from upper.wire.codes import DcpForm
 
-if TYPE_CHECKING:
-    import pyarrow
-
 NAME: Final = "plain"
-_REQUEST: Final = bytes((REQUEST,))
-
-
-# ── From a socket ─────────────────────────────────────────────────────────────────────────────────
-
-
-def _packets(
-    data: Buffer, start: int, end: int, limit: int, dcp: bool = False
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Each whole packet as (offset, end, UPR's opcode or -1 for what is no change, key length, opaque)."""
-    at = start
-    shape = SHAPE.unpack_from
-    while at + HEADER_SIZE <= end:
-        magic, opcode, key, extras, total, opaque = shape(data, at)
-        if magic != REQUEST and magic != RESPONSE:
-            break
-        if extras + key > total:
-            raise bad_length(extras, key, total, at)
-        if total > limit:
-            raise too_large(total, limit, at)
-        opcode -= dcp
-        if magic != REQUEST or not MUTATION <= opcode <= EXPIRATION:
-            opcode = -1
-        elif dcp:
-            if extras not in DCP_EXTRAS[opcode]:
-                raise bad_change(opcode + 1, extras, key, total, at)
-        elif (
-            extras != MUTATION_EXTRAS
-            if opcode == MUTATION
-            else (extras != DELETION_EXTRAS or total != DELETION_EXTRAS + key)
-        ):
-            raise bad_change(opcode, extras, key, total, at)
-        past = at + HEADER_SIZE + total
-        if past > end:
-            return
-        yield at, past, opcode, key, opaque
-        at = past
-    if at < end and data[at] != REQUEST and data[at] != RESPONSE:
-        raise bad_magic(data[at], at)
-
-
-def _sound_changes(data: Buffer, at: int, end: int, limit: int, last: dict[int, int]) -> tuple[int, int]:
-    """Where UPR's whole and sound changes end, and how many they are: `_packets` without its errors."""
-    changes = 0
-    shape = SHAPE.unpack_from
-    while at + HEADER_SIZE <= end:
-        magic, opcode, key, extras, total, opaque = shape(data, at)
-        past = at + HEADER_SIZE + total
-        if magic != REQUEST or total > limit or past > end:
-            break
-        if opcode == MUTATION:
-            if extras != MUTATION_EXTRAS or MUTATION_EXTRAS + key > total:
-                break
-        elif (
-            not DELETION <= opcode <= EXPIRATION
-            or extras != DELETION_EXTRAS
-            or total != DELETION_EXTRAS + key
-        ):
-            break
-        last[opaque] = at
-        changes += 1
-        at = past
-    return at, changes
-
-
-def _bare(data: Buffer, start: int) -> list[int]:
-    """Where the packets are, if all are responses without a body, as to pipelined writes; otherwise none."""
-    end = len(data) - (len(data) - start) % HEADER_SIZE
-    magics = bytes(data[start:end:HEADER_SIZE])
-    if magics.count(RESPONSE) != len(magics) or (end < len(data) and data[end] not in (REQUEST, RESPONSE)):
-        return []
-    bodies = (bytes(data[at:end:HEADER_SIZE]) for at in range(start + AT_BODY, start + AT_OPAQUE))
-    lengths = (bytes(data[at:end:HEADER_SIZE]) for at in range(start + AT_KEY_LENGTH, start + AT_DATA_TYPE))
-    return [] if any(map(any, (*bodies, *lengths))) else list(range(start, end, HEADER_SIZE))
-
-
-def scan(
-    data: Buffer, start: int, seqnos: array[int], max_body: int = MAX_BODY, *, dcp: bool = False
-) -> tuple[int, int, list[int]]:
-    """The whole packets of `data` from `start`: where they end, how many are changes, where the others are.
-
-    For every change the slot of its opaque in `seqnos` (an array("Q"), indexed by opaque) is set to its
-    seqno; an opaque beyond the array is left alone. The first packet that breaks the rules raises
-    BadMagic, BadLength or TooLarge as soon as its header is there; `at` of the error is the packet's
-    offset, so what came before it is whole and can be scanned again by itself.
-
-    `dcp`, here and below: the packets are DCP's instead of UPR's.
-    """
-    data = flat(data)
-    within(start, len(data), len(data))
-    numbers(seqnos)
-    size, end, changes, slots = len(data), start, 0, len(seqnos)
-    if size - start >= HEADER_SIZE and data[start] == RESPONSE and (bare := _bare(data, start)):
-        return bare[-1] + HEADER_SIZE, 0, bare
-    others: list[int] = []
-    last: dict[int, int] = {}  # by opaque: where its last change is, so that only that seqno is read
-    try:
-        while True:
-            if not dcp:
-                end, sound = _sound_changes(data, end, size, max_body, last)
-                changes += sound
-            for at, past, opcode, _, opaque in _packets(data, end, size, max_body, dcp):
-                end = past
-                if opcode < 0:
-                    others.append(at)
-                else:
-                    changes += 1
-                    last[opaque] = at
-                if not dcp and data[past : past + 1] == _REQUEST:
-                    break  # what follows are mostly sound changes again
-            else:
-                break
-    finally:
-        for opaque, at in last.items():
-            if opaque < slots:
-                (seqnos[opaque],) = U64.unpack_from(data, at + AT_SEQNO)
-    return end, changes, others
-
-
-def records(data: Buffer, start: int, end: int, *, dcp: bool = False) -> list[bytes]:
-    """The changes between `start` and `end`, whole packets, as records; other packets are left out."""
-    data = solid(data)
-    within(start, end, len(data))
-    found: list[bytes] = []
-    for at, past, opcode, klen, _ in _whole(data, start, end, dcp):
-        if not dcp:
-            found.append(b"".join((data[at : at + AT_OPAQUE], NO_OPAQUE, data[at + AT_CAS : past])))
-            continue
-        key = at + HEADER_SIZE + data[at + AT_EXTRAS_LENGTH]
-        kind, extras, body = 0, DELETION_EXTRAS, DELETION_EXTRAS + klen
-        if opcode == MUTATION:
-            kind, extras, past = (
-                data[at + AT_DATA_TYPE],
-                MUTATION_EXTRAS,
-                past - (data[at + AT_DCP_META] << 8 | data[at + AT_DCP_META + 1]),
-            )
-            if past < key + klen:
-                raise truncated(at)
-            body = MUTATION_EXTRAS + past - key
-        else:
-            past = key + klen  # a deletion may bring what it left behind; records have no place for it
-        head = ECHO.pack(
-            REQUEST,
-            opcode,
-            klen,
-            extras,
-            kind,
-            data[at + AT_PARTITION] << 8 | data[at + AT_PARTITION + 1],
-            body,
-            NO_OPAQUE,
-            0,
-        )
-        found.append(b"".join((head[:AT_CAS], data[at + AT_CAS : at + HEADER_SIZE + extras], data[key:past])))
-    return found
 
 
 # ── To a socket ───────────────────────────────────────────────────────────────────────────────────
@@ -304,11 +132,11 @@ def frame(
     pieces: list[bytes] = []
     counted: dict[int, tuple[int, int]] = {}
     items = 0
-    for partition, records in groups.items():
+    for partition, written in groups.items():
         slot = slots.get(partition)
         if slot is None:
             continue
-        opaque, newest = slot & 0xFFFF_FFFF, records if len(records) == 1 else latest(records)
+        opaque, newest = slot & 0xFFFF_FFFF, written if len(written) == 1 else latest(written)
         start, end = (
             HEADER.pack(REQUEST, opcode, 0, 0, 0, partition, 0, opaque, 0)
             for opcode in (SNAPSHOT_START, SNAPSHOT_END)
@@ -423,100 +251,3 @@ def latest(records: list[bytes]) -> list[bytes]:
             newest.pop(key, None)
         newest[key] = record
     return records if len(newest) == len(records) else list(newest.values())
-
-
-# ── Columns ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[int, Columns]:
-    """The changes between `start` and `end` as (rows, the buffers of each column); other packets are skipped.
-
-    The range holds whole packets, as `scan` found them; `branches` is an array("Q"), the branch of each
-    partition. Unsigned 64- and 32-bit numbers keep their bits and are read as signed ones.
-    """
-    data = flat(data)
-    check_range(start, end, len(data))
-    numbers(branches)
-    partition, expiration, flags, lock_time = array("i"), array("I"), array("I"), array("I")
-    data_type = array("i")
-    seqno, branch, revision, cas, changed = array("Q"), array("Q"), array("Q"), array("Q"), array("q")
-    names, keys, values = bytearray(), bytearray(), bytearray()
-    name_ends, key_ends, value_ends = array("i", [0]), array("i", [0]), array("i", [0])
-    validity = bytearray()
-    rows, nulls = 0, False
-    for at, past, opcode, klen, _ in _whole(data, start, end):
-        if not rows & 7:
-            validity.append(0)
-        _, _, _, extras, where, _, stamp, number, times = CHANGE.unpack_from(data, at)
-        if where >= len(branches):
-            raise no_branch(where, len(branches), at)
-        begin = at + HEADER_SIZE + extras
-        partition.append(where)
-        seqno.append(number)
-        branch.append(branches[where])
-        revision.append(times)
-        data_type.append(data[at + AT_DATA_TYPE])
-        cas.append(stamp)
-        changed.append(stamp // 1000)
-        names += OPERATIONS[opcode - MUTATION].encode()
-        keys += data[begin : begin + klen]
-        fields = (0, 0, 0)
-        if opcode == MUTATION:
-            fields = TAIL.unpack_from(data, at + AT_FLAGS)
-            values += data[begin + klen : past]
-            validity[rows >> 3] |= 1 << (rows & 7)
-        else:
-            nulls = True
-        for column, field in zip((flags, expiration, lock_time), fields, strict=True):
-            column.append(field)
-        name_ends.append(len(names))
-        key_ends.append(len(keys))
-        value_ends.append(len(values))
-        rows += 1
-    return rows, {
-        "partition": (None, partition.tobytes()),
-        "seqno": (None, seqno.tobytes()),
-        "branch": (None, branch.tobytes()),
-        "operation": (None, name_ends.tobytes(), bytes(names)),
-        "key": (None, key_ends.tobytes(), bytes(keys)),
-        "value": (bytes(validity) if nulls else None, value_ends.tobytes(), bytes(values)),
-        "revision": (None, revision.tobytes()),
-        "cas": (None, cas.tobytes()),
-        "flags": (None, flags.tobytes()),
-        "expiration": (None, expiration.tobytes()),
-        "lock_time": (None, lock_time.tobytes()),
-        "changed_at": (None, changed.tobytes()),
-        "data_type": (None, data_type.tobytes()),
-    }
-
-
-def to_arrow(data: Buffer, start: int, end: int, branches: array[int]) -> pyarrow.RecordBatch:
-    """The same as a pyarrow.RecordBatch; the schema is `upper.kernel.arrow.schema()`."""
-    from upper.kernel import arrow
-
-    data = flat(data)
-    check_range(start, end, len(data))
-    numbers(branches)
-    try:
-        import numpy  # noqa: F401
-    except ImportError:
-        gathered = None
-    else:
-        # The loop only finds where packets begin; numpy checks them all at once. It has no sentence for
-        # what is wrong, so anything that is goes the slow way, which has.
-        at, offsets, length = start, [], U32.unpack_from
-        while at + HEADER_SIZE <= end:
-            offsets.append(at)
-            at += HEADER_SIZE + length(data, at + AT_BODY)[0]
-        gathered = arrow.gather(data, start, end, offsets, branches) if at == end else None
-    return arrow.batch(*columns(data, start, end, branches)) if gathered is None else gathered
-
-
-def _whole(data: Buffer, start: int, end: int, dcp: bool = False) -> Iterator[tuple[int, int, int, int, int]]:
-    past = start
-    for packet in _packets(data, start, end, MAX_RANGE, dcp):
-        past = packet[1]
-        if packet[2] >= 0:
-            yield packet
-    if past != end:
-        raise truncated(past)

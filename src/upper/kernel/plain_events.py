@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from upper.kernel.packets import AT_DCP_META, Buffer, solid, within
+from upper.kernel.plain_scan import packets
 from upper.record.layout import (
     EXPIRATION,
     HEADER,
@@ -46,13 +47,11 @@ def events(
     stream that is not among the consumers; and before a change with extended attributes. The opaque of a
     stream is the number of its partition.
     """
-    from upper.kernel.plain import _packets
-
     data = solid(data)
     within(start, end, len(data))
     found: list[Made] = []
     at = start
-    for begin, past, opcode, klen, opaque in _packets(data, start, end, (1 << 31) - 1, dcp):
+    for begin, past, opcode, klen, opaque in packets(data, start, end, (1 << 31) - 1, dcp):
         if opcode < 0 or not klen:
             break
         _, _, _, extras, data_type, partition, _, _, cas = HEADER.unpack_from(data, begin)

@@ -7,6 +7,7 @@ a bounded number at a time, each for a few seconds, whether the answer is read o
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from http import HTTPStatus
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
@@ -36,8 +37,8 @@ class HttpRequest(NamedTuple):
         return cls(method, rest.split(" ")[0].split("?")[0], headers)
 
 
-class HttpPage(asyncio.Protocol):
-    """One connection. A subclass says what the paths are."""
+class HttpPage(asyncio.Protocol, ABC):
+    """One connection. A subclass defines the paths."""
 
     most: ClassVar[int] = 32  # at a time
     content_type: ClassVar[str] = TEXT
@@ -77,9 +78,9 @@ class HttpPage(asyncio.Protocol):
             self._answered = True
             self.send(400, "the request is too long")
 
+    @abstractmethod
     def answer(self, request: HttpRequest) -> None:
         """Send the answer, now or later."""
-        raise NotImplementedError
 
     def stay(self) -> None:
         """No time limit any more."""

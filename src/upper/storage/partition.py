@@ -1,29 +1,26 @@
-"""One partition: its items in memory, the operations on them, and the changes after a seqno.
+"""One partition: its items in memory, the operations of clients, its history and the changes after a seqno.
 
 `items` is a map of the kernel (`kernel.RecordMap`), key to entry in the order of seqnos. An entry is a
 record, or the location of one that left memory. Deletions stay as tombstones, which are never moved out.
 
 Every change becomes a record that is appended to the bucket's open batch. Memory has it at once. `written`
 is the last seqno on the local disk, which replicas may have; `durable` is the last one that responses and
-consumers may see. Nothing here writes to the journal itself.
+consumers may see. Nothing here writes to the journal itself. The operations of a replica are in
+`partition_copy.py`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from enum import Enum
 from typing import NamedTuple
 
 from upper import kernel
 from upper.errors import (
-    Corrupt,
     InvalidArguments,
     KeyExists,
     KeyNotFound,
-    LocalProtocolError,
     Locked,
-    SeqnoExhausted,
     TemporaryFailure,
 )
 from upper.history.partition_state import Access, Ownership, StateCue, transition
@@ -33,15 +30,15 @@ from upper.model.values import (
     Cas,
     FailoverLog,
     Seqno,
-    Snapshot,
     State,
 )
 from upper.record.layout import AT_OPCODE, MAX_CAS, MAX_KEY
 from upper.record.location import length_at
 from upper.storage import records
 from upper.storage.changes import Changes
-from upper.storage.records import DELETION, EXPIRATION, FLUSH, MUTATION, StoredItem
-from upper.storage.state import PartitionState, fresh_branch
+from upper.storage.partition_copy import PartitionCopy
+from upper.storage.records import DELETION, EXPIRATION, MUTATION, StoredItem
+from upper.storage.state import fresh_branch
 
 log = logging.getLogger("upper.storage")
 
@@ -64,7 +61,7 @@ class WriteResult(NamedTuple):
     seqno: Seqno
 
 
-class PartitionStore(PartitionState):
+class PartitionStore(PartitionCopy):
     __slots__ = ()
 
     # ── Reading ───────────────────────────────────────────────────────────────────────────────────
@@ -254,73 +251,6 @@ class PartitionStore(PartitionState):
         self._bury(key, EXPIRATION)
         return True
 
-    # ── A replica's writing ───────────────────────────────────────────────────────────────────────
-
-    def begin_snapshot(self, end: Seqno | None = None, *, purged: Seqno | None = None) -> None:
-        """What follows is consistent only when `end_snapshot` comes.
-
-        `purged` is the purge seqno of the copy that sends it. Without it, a copy that is filled from 0 must
-        take all deletions up to the end of the snapshot for purged.
-        """
-        self.open_to_changes()
-        self._snapshot_begun(end or 0, purged)
-        self._state(records.snapshot_start(self.id, end or 0, purged))
-
-    def end_snapshot(self) -> None:
-        if self.incoming is not None:
-            self.open_to_changes()
-            self._snapshot_ended()
-            self._state(records.snapshot_end(self.id))
-
-    def advance(self, to: Seqno) -> None:
-        """The active copy's history went on to here, and what was there is gone: no change says so."""
-        self.open_to_changes()
-        self._follows(to)
-        self.high = to
-        self._state(records.seqno_advanced(self.id, to))
-
-    def apply(
-        self, changes: Iterable[bytes], *, snapshot: Snapshot | None = None, complete: bool = False
-    ) -> None:
-        """Changes and flushes as they came from the active copy: their seqnos, revisions and CAS stay.
-
-        All that a replica calls for a piece of a stream: `snapshot` is the one that the changes belong to,
-        and `complete` is true for its last piece, which may have no changes. Until then the copy is
-        inconsistent, and a promotion begins its branch at the last complete snapshot. Where the newest
-        change of a snapshot is gone, its end becomes the high seqno all the same.
-        """
-        self.open_to_changes()
-        if snapshot is not None and self.incoming is None:
-            self.begin_snapshot(snapshot.end)
-        self._append(changes)
-        if complete:
-            if snapshot is not None and self.high < snapshot.end:
-                self.advance(snapshot.end)
-            self.end_snapshot()
-
-    def _append(self, changes: Iterable[bytes]) -> None:
-        run: list[bytes] = []
-        for change in changes:
-            record = records.settled(change, self.id)
-            if record[AT_OPCODE] != FLUSH:
-                run.append(record)
-                continue
-            self._append_run(run)
-            run = []
-            if self.high >= MAX_SEQNO:
-                raise self._exhausted()
-            self._flushed(self.high + 1)
-            self._hand_in(record)
-        self._append_run(run)
-
-    def _append_run(self, run: list[bytes]) -> None:
-        """Changes without a flush among them, as `Bucket.apply` takes them from a stream."""
-        data, inside = kernel.join(run, self.id), bytearray(self.id) + bytes((kernel.INSIDE,))
-        at = self.bucket.apply(data, 0, self.bucket.partitions, inside, bytearray())
-        if at < len(data):
-            self._follows(records.seqno_of(data[at : records.packet_end(data, at)]))
-            raise LocalProtocolError(f"partition {self.id}: what a replica applies is no change")
-
     # ── History ───────────────────────────────────────────────────────────────────────────────────
 
     def set_state(self, state: State) -> None:
@@ -453,22 +383,6 @@ class PartitionStore(PartitionState):
         self.high += 1
         return self.high
 
-    def _hand_in(self, record: bytes) -> None:
-        self.bucket.pending.append(record)
-        self.bucket.kick()
-
-    def _state(self, fact: bytes) -> None:
-        """Append metadata to the batch; streams do not carry it."""
-        self.bucket.facts_pending = True
-        self._hand_in(fact)
-
-    def open_to_changes(self) -> None:
-        """Reject a change while the bucket is read-only or the partition is being rolled back."""
-        self.bucket.writable()
-        self._readable()
-        if self.sealed:
-            raise TemporaryFailure(f"partition {self.id} is being rolled back; try again in a moment")
-
     def open_to_clients(self) -> None:
         """Reject a client's change while the cluster does not let this copy take any."""
         self.open_to_changes()
@@ -485,20 +399,3 @@ class PartitionStore(PartitionState):
         self.open_to_clients()
         if len(key) > MAX_KEY:
             raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {len(key)}")
-
-    def _readable(self) -> None:
-        if self.unreadable:
-            raise Corrupt(
-                f"partition {self.id} could not be read again after the disk failed; restart the node"
-            )
-
-    def _follows(self, seqno: int) -> None:
-        if not self.high < seqno <= MAX_SEQNO:
-            raise LocalProtocolError(
-                f"partition {self.id}: seqno {seqno} cannot follow {self.high}; roll back first"
-            )
-
-    def _exhausted(self) -> SeqnoExhausted:
-        return SeqnoExhausted(
-            f"partition {self.id} has used its last seqno, {MAX_SEQNO}; copy its items to a new bucket"
-        )

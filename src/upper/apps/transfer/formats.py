@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 from upper.errors import InvalidArguments
 
 BITS = {"flags": 32, "expiration": 32, "revision": 64, "cas": 64, "data_type": 8}
-FORMATS = ("jsonl", "csv", "parquet")
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 READ_ROWS = 10_000  # of Parquet at a time
 MAX_LINE = 64 * 1024 * 1024  # bytes; a longer line is a bad row

@@ -14,6 +14,7 @@ from datetime import UTC, date, datetime
 from decimal import Context, Decimal, InvalidOperation
 from typing import Any, NoReturn
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -298,6 +299,27 @@ REJECTED_COLUMNS = pa.schema(
 )
 
 
+def fitting_rows(
+    table: TypedTable, live: pa.Table, metadata: Callable[[pa.Table], Mapping[str, pa.Array]]
+) -> pa.Table:
+    """A row for each live key of the table whose value fits: partition, key, seqno, `metadata`, columns."""
+    rows = live.take(matching(table, live["key"]))
+    columns, rejections = convert(table, rows)
+    made = pa.table(
+        {
+            PARTITION: rows["partition"],
+            KEY: rows["key"],
+            "_seqno": rows["seqno"],
+            **metadata(rows),
+            **dict(zip(columns.column_names, columns.columns, strict=True)),
+        }
+    )
+    if not rejections:
+        return made
+    fits = np.setdiff1d(np.arange(len(rows)), [each.row for each in rejections])
+    return made.take(pa.array(fits))
+
+
 @dataclass(frozen=True)
 class TypedRows:
     """Makes the rows of a typed table from live keys."""
@@ -305,21 +327,7 @@ class TypedRows:
     table: TypedTable
 
     def __call__(self, live: pa.Table) -> pa.Table:
-        rows = live.take(matching(self.table, live["key"]))
-        columns, rejections = convert(self.table, rows)
-        made = pa.table(
-            {
-                PARTITION: rows["partition"],
-                KEY: rows["key"],
-                "_seqno": rows["seqno"],
-                "_changed_at": rows["changed_at"],
-                **dict(zip(columns.column_names, columns.columns, strict=True)),
-            }
-        )
-        if not rejections:
-            return made
-        fits = pa.array(sorted(set(range(len(rows))) - {each.row for each in rejections}), pa.int64())
-        return made.take(fits)
+        return fitting_rows(self.table, live, lambda rows: {"_changed_at": rows["changed_at"]})
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from upper.apps.lake.derived_table import KEY, PARTITION, table_columns
 from upper.apps.lake.replay import by_partition
-from upper.apps.typed.convert import convert, matching
+from upper.apps.typed.convert import fitting_rows
 from upper.apps.typed.definitions import TypedTable
 from upper.model.values import Partition, Seqno
 from upper.pipeline.changes import FLUSH, MUTATION
@@ -34,24 +33,16 @@ class VersionRows:
 
     def __call__(self, live: pa.Table) -> pa.Table:
         """An open version for each live key whose value fits: the rows of a table that begins now."""
-        rows = live.take(matching(self.table, live["key"]))
-        columns, rejections = convert(self.table, rows)
-        made = pa.table(
-            {
-                PARTITION: rows["partition"],
-                KEY: rows["key"],
-                "_seqno": rows["seqno"],
+        return fitting_rows(
+            self.table,
+            live,
+            lambda rows: {
                 "_until": pa.nulls(len(rows), pa.int64()),
                 "valid_from": rows["changed_at"],
                 "valid_to": pa.nulls(len(rows), pa.timestamp("us", "UTC")),
                 "is_current": pa.repeat(True, len(rows)),
-                **dict(zip(columns.column_names, columns.columns, strict=True)),
-            }
+            },
         )
-        if not rejections:
-            return made
-        fits = np.setdiff1d(np.arange(len(rows)), [each.row for each in rejections])
-        return made.take(pa.array(fits))
 
     def following(
         self, held: pa.Table, changes: pa.Table, live: pa.Table, after: Mapping[Partition, Seqno]

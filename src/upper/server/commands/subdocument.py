@@ -26,21 +26,21 @@ PARENTS, ATTRIBUTE = 0x01, 0x04  # flags of a path
 MAKE, ADD, DELETED = 0x01, 0x02, 0x04  # flags of the document
 ABOUT = "$document"
 
-READS = frozenset({Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT, Opcode.GET})
-EDITS = frozenset(
-    {
-        Opcode.SUBDOC_DICT_ADD,
-        Opcode.SUBDOC_DICT_UPSERT,
-        Opcode.SUBDOC_DELETE,
-        Opcode.SUBDOC_REPLACE,
-        Opcode.SUBDOC_ARRAY_PUSH_LAST,
-        Opcode.SUBDOC_ARRAY_PUSH_FIRST,
-        Opcode.SUBDOC_ARRAY_INSERT,
-        Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
-        Opcode.SUBDOC_COUNTER,
-        Opcode.SET,
-    }
+READ_OPCODES = (Opcode.SUBDOC_GET, Opcode.SUBDOC_EXISTS, Opcode.SUBDOC_GET_COUNT)
+EDIT_OPCODES = (
+    Opcode.SUBDOC_DICT_ADD,
+    Opcode.SUBDOC_DICT_UPSERT,
+    Opcode.SUBDOC_DELETE,
+    Opcode.SUBDOC_REPLACE,
+    Opcode.SUBDOC_ARRAY_PUSH_LAST,
+    Opcode.SUBDOC_ARRAY_PUSH_FIRST,
+    Opcode.SUBDOC_ARRAY_INSERT,
+    Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
+    Opcode.SUBDOC_COUNTER,
 )
+# A request with several paths may also read or replace the whole document.
+READS = frozenset((*READ_OPCODES, Opcode.GET))
+EDITS = frozenset((*EDIT_OPCODES, Opcode.SET))
 
 
 class Step(NamedTuple):
@@ -55,14 +55,7 @@ class Step(NamedTuple):
 # ── Requests ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@handles(
-    Opcode.SUBDOC_GET,
-    Opcode.SUBDOC_EXISTS,
-    Opcode.SUBDOC_GET_COUNT,
-    role=Role.READ,
-    state=State.ACTIVE,
-    large=True,
-)
+@handles(*READ_OPCODES, role=Role.READ, state=State.ACTIVE, large=True)
 def read_one(call: Call) -> Reply:
     step, _, flags = _single(call)
     _known(flags, DELETED)
@@ -86,20 +79,7 @@ def read_many(call: Call) -> Reply:
     return Reply(status, cas=shown_cas(call, item), value=bytes(out))
 
 
-@handles(
-    Opcode.SUBDOC_DICT_ADD,
-    Opcode.SUBDOC_DICT_UPSERT,
-    Opcode.SUBDOC_DELETE,
-    Opcode.SUBDOC_REPLACE,
-    Opcode.SUBDOC_ARRAY_PUSH_LAST,
-    Opcode.SUBDOC_ARRAY_PUSH_FIRST,
-    Opcode.SUBDOC_ARRAY_INSERT,
-    Opcode.SUBDOC_ARRAY_ADD_UNIQUE,
-    Opcode.SUBDOC_COUNTER,
-    role=Role.READ | Role.WRITE,
-    state=State.ACTIVE,
-    options=True,
-)
+@handles(*EDIT_OPCODES, role=Role.READ | Role.WRITE, state=State.ACTIVE, options=True)
 def edit_one(call: Call) -> Reply:
     step, expiration, flags = _single(call)
     item, text = _opened(call, flags, step)
