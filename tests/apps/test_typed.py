@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
@@ -257,6 +258,23 @@ def test_a_proposal_accepts_everything_that_it_was_made_from(
             made, rejected = TypedRows(table)(live(*mine)), RejectedRows((table,))(live(*mine))
             assert len(made) == seen.documents
             assert not len(rejected)
+
+
+@pytest.mark.parametrize(
+    ("odd", "many"), [(0, 10), (1, 99), (1, 100), (3, 300), (4, 300), (20, 2000), (21, 2000)]
+)
+def test_a_few_odd_values_do_not_decide_the_type_of_a_column_and_are_counted(odd: int, many: int) -> None:
+    totals: list[Any] = [[3, 2.5][n % 2] for n in range(many - odd)] + ["a lot"] * odd
+    random.Random(odd).shuffle(totals)
+    rows = [(b"order:%d" % n, json.dumps({"total": total}).encode()) for n, total in enumerate(totals)]
+    ((table, seen),) = propose(rows)
+    text = as_yaml([(table, seen)])
+    assert parse(text, where="a proposal") == [table]
+    tolerated = 100 * odd <= many
+    assert table.columns[1].kind == ("double" if tolerated else "json")
+    said = f"# {odd} of {many:,} values do not fit" in text
+    assert said == (tolerated and odd > 0)
+    assert len(RejectedRows((table,))(live(*rows))) == (odd if tolerated else 0)
 
 
 # ── Versions ──────────────────────────────────────────────────────────────────────────────────────────

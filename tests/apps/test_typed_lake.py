@@ -36,6 +36,8 @@ from upper.apps.lake.query import query
 from upper.apps.lake.store import LocalStore
 from upper.apps.typed.definitions import apply, load, parse, remove, table_of
 from upper.apps.typed.outputs import outputs
+from upper.cli import lake_types
+from upper.cli.main import main
 from upper.model.values import partition_of
 
 # The values are arrays [N, N] of a number from 0 to 11; a path takes one of the two.
@@ -266,3 +268,22 @@ def test_changes_that_a_table_with_history_lacks_are_not_trimmed(tmp_path: Path)
         world.trim(live=True)
     typed.follow()
     assert typed.rows("select _seqno from versions") == [(seqno,) for seqno in range(1, 8)]
+
+
+def test_a_proposal_finds_the_one_object_among_many_other_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path, ModelBucket(PARTITIONS))
+    for number in range(200):
+        world.bucket.do(number % PARTITIONS, "mutation", b"k%d" % number, b"\xff no JSON {")
+    world.settle()
+    monkeypatch.setattr(lake_types, "SAMPLE", 3)
+    assert main(["lake", str(tmp_path), "types", "infer"]) == 2
+    assert "no live value of the lake is a JSON object" in capsys.readouterr().err
+    world.bucket.do(1, "mutation", b"order:1", b' \n{"total": 12.5}')
+    world.settle()
+    assert main(["lake", str(tmp_path), "types", "infer"]) == 0
+    proposed = parse(capsys.readouterr().out, where="the proposal")
+    assert [(table.name, table.key, [c.kind for c in table.columns]) for table in proposed] == [
+        ("orders", "order:{id}", ["long", "double"])
+    ]

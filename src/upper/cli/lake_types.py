@@ -13,7 +13,7 @@ from upper.errors import InvalidArguments
 if TYPE_CHECKING:
     from upper.apps.lake.store import LakeStore
 
-SAMPLE = 50_000  # live keys that a proposal is made from
+SAMPLE = 50_000  # JSON objects that a proposal is made from
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,14 @@ def _infer(store: LakeStore, out: Output) -> None:
     from upper.apps.lake.query import query
     from upper.apps.typed.infer import as_yaml, propose
 
-    with out.progress("reading a sample of the live keys"):
-        sql = f"select key, value from current using sample {SAMPLE} rows"
+    with out.progress("reading a sample of the JSON objects"):
+        # A sample is taken before `where` is applied, so that one of all keys may have none of a few objects.
+        objects = r"select key, value from current where regexp_matches(text(value), '^\s*\{')"
+        sql = f"from ({objects}) using sample {SAMPLE} rows"
         proposed = propose((row["key"], row["value"]) for row in query(store, sql))
     if not proposed:
         raise InvalidArguments(
-            "the sample of the lake has no JSON objects, so no table is proposed; write types.yml by hand"
+            "no live value of the lake is a JSON object, so no table is proposed; write types.yml by hand"
         )
     text = as_yaml(proposed)
     out.show({"types": text}, text=text.rstrip("\n"))

@@ -1,7 +1,9 @@
-"""A proposal of typed tables, made from some keys and values. It accepts everything that it was made from.
+"""A proposal of typed tables, made from some keys and values.
 
 Keys are grouped by what they begin with, up to the first `:` or `/`. A column has the narrowest type that
-holds all values that were seen, except that integers are always `long`: the next one may be larger. Objects
+holds all values that were seen, except that integers are always `long`: the next one may be larger. If no
+type but `json` holds them all, a column has the type that all but one in a hundred have: the proposal
+accepts everything that it was made from, except the values that it counts beside such columns. Objects
 become columns of their members, up to three levels; arrays, and members of mixed types, become `json`.
 """
 
@@ -21,20 +23,33 @@ LEVELS = 3
 MOST_COLUMNS = 200  # of a table; a map with a member for each customer is no set of columns
 SEPARATOR = re.compile(rb"[:/]+")
 # From narrow to wide; the first that takes all values is the type of a column.
-CANDIDATES = ("boolean", "long", "double", "date", "timestamp", "string", "json")
+CANDIDATES = ("boolean", "long", "double", "date", "timestamp", "string")
+ANYTHING = "json"
+ODD_SHARE = 100  # one value in so many may be of another type than its column
 
 
 @dataclass
 class SeenMember:
-    """A member of documents, and what is true of all its values."""
+    """A member of documents, and how many of its values each type does not take."""
 
     path: tuple[str, ...]
-    kinds: list[str] = field(default_factory=lambda: list(CANDIDATES))
+    odd: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CANDIDATES, 0))
     seen: int = 0
 
     def note(self, value: Any) -> None:
         self.seen += 1
-        self.kinds = [kind for kind in self.kinds if _takes(kind, value)]
+        for kind in self.odd:
+            self.odd[kind] += not _takes(kind, value)
+        if self.seen % 1000 == 0:  # a type that takes few values is not tried on the others
+            self.odd = {kind: odd for kind, odd in self.odd.items() if 2 * odd <= self.seen}
+
+    @property
+    def kind(self) -> str:
+        fewest = min(self.odd, key=self.odd.__getitem__, default=ANYTHING)
+        return fewest if self.misfits(fewest) * ODD_SHARE <= self.seen else ANYTHING
+
+    def misfits(self, kind: str) -> int:
+        return self.odd.get(kind, 0)
 
 
 @dataclass
@@ -42,7 +57,6 @@ class SeenKeys:
     """The keys with one beginning."""
 
     prefix: bytes
-    keys: int = 0
     documents: int = 0
     numbers: bool = True  # the rest of every key is a number, written as numbers are
     texts: bool = True  # the rest of every key is UTF-8
@@ -64,7 +78,6 @@ def propose(items: Iterable[tuple[bytes, bytes]]) -> list[tuple[TypedTable, Seen
         found = SEPARATOR.search(key)
         prefix = key[: found.end()] if found is not None and 0 < found.end() < len(key) else b""
         seen = groups.setdefault(prefix, SeenKeys(prefix))
-        seen.keys += 1
         try:
             document = json.loads(value.decode())
             prefix.decode()
@@ -114,7 +127,7 @@ def _table(seen: SeenKeys, taken: set[str]) -> TypedTable:
     }
     for path, member in seen.members.items():
         if not any(path[:end] in mixed for end in range(1, len(path))):
-            kind = "json" if path in mixed else next(iter(member.kinds), "json")
+            kind = ANYTHING if path in mixed else member.kind
             columns.append(TypedColumn(_free(_identifier(path), used), kind, path))
     return TypedTable(name, key, tuple(columns))
 
@@ -146,7 +159,7 @@ def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
         "tables:",
     ]
     for table, seen in proposed:
-        lines += [f"  {named(table.name)}:  # {seen.documents:,} JSON objects among {seen.keys:,} keys"]
+        lines += [f"  {named(table.name)}:  # from {seen.documents:,} JSON objects"]
         lines += [f"    key: {json.dumps(table.key, ensure_ascii=False)}", "    columns:"]
         for column in table.columns:
             if column.part:
@@ -156,5 +169,8 @@ def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
             else:
                 path = json.dumps(list(column.path), ensure_ascii=False)
                 said = f"{{path: {path}, type: {column.kind}}}"
+            member = seen.members.get(column.path)
+            if member is not None and (odd := member.misfits(column.kind)):
+                said += f"  # {odd:,} of {member.seen:,} values do not fit and would be in `rejected`"
             lines.append(f"      {named(column.name)}: {said}")
     return "\n".join(lines) + "\n"
