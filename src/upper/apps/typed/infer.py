@@ -25,7 +25,7 @@ SEPARATOR = re.compile(rb"[:/]+")
 # From narrow to wide; the first that takes all values is the type of a column.
 CANDIDATES = ("boolean", "long", "double", "date", "timestamp", "string")
 ANYTHING = "json"
-ODD_SHARE = 100  # one value in so many may be of another type than its column
+ODD_SHARE = 100  # one value in this number may be of another type than its column
 
 
 @dataclass
