@@ -50,7 +50,7 @@ class Node:
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
-    def start(self, *, within: float = 30.0) -> Self:
+    def start(self, *, within: float = 60.0) -> Self:
         """Start the process and wait until it says that it is ready."""
         assert self._process is None, "the node is running"
         self._log = (self.data.parent / f"{self.data.name}.log").open("ab")
@@ -68,7 +68,7 @@ class Node:
         self.port = port
         return self
 
-    def stop(self, *, within: float = 30.0) -> int:
+    def stop(self, *, within: float = 60.0) -> int:
         """SIGTERM, and the exit code."""
         return self._end(signal.SIGTERM, within)
 
