@@ -55,7 +55,7 @@ class BadLength(RemoteProtocolError):
 
 
 class ReservedBits(RemoteProtocolError):
-    """Reserved bits are set, or a field holds a number that means nothing here."""
+    """Reserved bits are set, or a field holds a number that is not defined."""
 
 
 class UnknownOpcode(RemoteProtocolError):

@@ -306,7 +306,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
         assert problem == f"changes/{file.path}: its checksum is wrong"
     path.write_bytes(good[:-1])
     (problem,) = audit(world.lake, world.runner).damaged
-    assert f"it has {len(good) - 1} bytes, and its commit says {len(good)}" in problem
+    assert f"it has {len(good) - 1} bytes, and its commit has {len(good)}" in problem
     path.unlink()
     (problem,) = audit(world.lake, world.runner).damaged
     assert "No such file" in problem

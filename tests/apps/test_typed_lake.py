@@ -220,7 +220,7 @@ def test_a_dropped_table_is_removed_and_may_come_again_with_another_definition(t
     assert not any((tmp_path / table_of(name)).exists() for name in ("first", "rejected"))
     typed.define('tables: {first: {key: "*", columns: {other: {path: "0", type: string}}}}')
     typed.follow()
-    assert typed.rows("select _key, reason from rejected") == [(b"a", "0 is no string")]
+    assert typed.rows("select _key, reason from rejected") == [(b"a", "0 is not a string")]
 
 
 def test_a_table_that_has_nothing_new_is_not_written(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_text_is_text_and_other_bytes_are_hex(capsys: pytest.CaptureFixture[str]
         (["80 5x"], "byte 1: 'x' is not a hex digit"),
         ([""], "byte 0: no packet is given"),
         (["42" + "00" * 23], "byte 0: magic 0x42"),
-        (["807f" + "00" * 22], "byte 1: opcode 0x7f means nothing"),
+        (["807f" + "00" * 22], "byte 1: opcode 0x7f is not defined"),
         (["8050000004" + "00" * 3 + "00000004" + "00" * 16], "byte 4: 4 bytes of extras in a stream_request"),
         (["8051" + "00" * 6 + "00000001" + "00" * 12], "byte 24: a total body of 1 makes a packet of 25"),
         (["8051" + "00" * 22, "42" + "00" * 23], "byte 24: magic 0x42"),

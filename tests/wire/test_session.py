@@ -101,7 +101,7 @@ def test_a_second_dialect_is_refused_with_an_error_that_names_both(
     refused = only(session.receive(second))
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, WrongDialect)
-    assert f"speaks {spoken.name} " in str(refused.error)
+    assert f"uses {spoken.name} " in str(refused.error)
     assert f"is {other.name};" in str(refused.error)
     assert session.dialect is spoken
     assert header(refused.answer).opaque == header(second).opaque

@@ -273,12 +273,12 @@ def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
             "lossy": sorted(plan.lossy),
             "unavailable": list(plan.unavailable),
         },
-        text=_told(plan, args.name, alive=plan.node in state.alive, forced=args.force),
+        text=_failover_summary(plan, args.name, alive=plan.node in state.alive, forced=args.force),
     )
     return ExitCode.OK if not plan.unavailable else ExitCode.DIFFERENT
 
 
-def _told(plan: FailoverByHand, name: str, *, alive: bool, forced: bool) -> str:
+def _failover_summary(plan: FailoverByHand, name: str, *, alive: bool, forced: bool) -> str:
     lines = [f"{len(plan.entries)} partitions of {name} have another active copy"]
     if plan.lossy:
         lines.append(f"{len(plan.lossy)} of them lost what the new copy did not have")

@@ -51,7 +51,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     kind = format_of(args.file, args.format)
     if "://" not in args.url:
         raise InvalidArguments(
-            f"{args.url!r} is no URL of a bucket; a lake follows a bucket: import into that, and sync"
+            f"{args.url!r} is not the URL of a bucket; a lake follows a bucket: import into that, and sync"
         )
     options = ImportOptions(args.key, args.value, as_typed(args.prefix), args.metadata)
     bad_path = Path(args.bad or ("import.bad" if args.file == "-" else f"{args.file}.bad"))

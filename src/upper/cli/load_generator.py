@@ -53,7 +53,7 @@ class LoadSettings:
 
     def __post_init__(self) -> None:
         if not self.items and (self.updates or self.deletes):
-            raise InvalidArguments("updates and deletes are of items, and there are none; write at least one")
+            raise InvalidArguments("updates and deletes need items; write at least one")
         if self.value_size > MAX_VALUE:
             raise ValueTooLarge(
                 f"values of {self.value_size} bytes are more than the {MAX_VALUE} that a node takes"
@@ -266,7 +266,7 @@ class _LoadRun:
     def _wait(self) -> None:
         ready = self._poll.poll(self._bucket.timeout * 1000)
         if not ready:
-            raise Unreachable(f"no answer within {self._bucket.timeout:g} seconds; look into the node's log")
+            raise Unreachable(f"no answer within {self._bucket.timeout:g} seconds; see the node's log")
         for number, _ in ready:
             connection = self._by_number.get(number)
             if connection is not None:

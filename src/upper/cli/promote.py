@@ -2,7 +2,7 @@
 
 With --to the partition first goes back to the newest point at or below that seqno that storage can rebuild,
 as after a failover to a replica that lagged behind. Changes past it are gone; consumers must roll back. Where
-it would go back further than --to says, the command asks first. --dry-run shows where it would go.
+it would go back further than --to, the command asks first. --dry-run shows where it would go.
 """
 
 from __future__ import annotations

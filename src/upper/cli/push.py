@@ -104,7 +104,7 @@ def _target(args: Namespace, source: BucketSource) -> Destination:
     if args.prefix:
         name += f":{args.prefix.decode(errors='backslashreplace')}"
     if not args.target.startswith("kafka://"):
-        raise InvalidArguments(f"{args.target} is no target; write it as kafka://HOST:PORT/TOPIC")
+        raise InvalidArguments(f"{args.target} is not a target; write it as kafka://HOST:PORT/TOPIC")
     settings = dict(args.setting)
     if args.settings_file is not None:
         settings |= dict(

@@ -2,7 +2,7 @@
 
 A query has words, which are searched in all --text paths of the index, "phrases", path:word, AND, OR, NOT or
 -word, city:Oslo for fields, and price:[10 TO 20] or price:>10 for numbers. All words must be there, unless OR
-says otherwise.
+joins them.
 
 --after TOKEN waits until the index has a write, and never answers from before it: `upper set --token` prints
 a token. If a rollback took the write back, the search ends with an error instead of waiting.

@@ -94,7 +94,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--private",
         action="store_true",
-        help="only the owner may read the lake: mode 0700, and 0600 for files (as the umask says)",
+        help="only the owner may read the lake: mode 0700, and 0600 for files (default: set by the umask)",
     )
     add_workers(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""`upper sync` as a service: the lakes of a file, or one lake with metrics; a line says when it is ready."""
+"""`upper sync` as a service: the lakes of a file, or one lake with metrics. Prints a line when ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that say where the tasks of a verb run."""
+"""Arguments for where the tasks of a verb run."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PipelinedConnection(asyncio.Protocol):
         try:
             for answer in self._link.receive(data):
                 if not pending:
-                    raise RemoteProtocolError("the node sent a response to no request")
+                    raise RemoteProtocolError("the node sent a response without a request")
                 first = pending[0]
                 first.answers.append(answer)
                 if answer.final:

@@ -242,7 +242,7 @@ class ColumnDecoder:
     def _marker(self, opcode: int, opaque: int) -> None:
         consumer = self._follower.consumers.get(Partition(opaque))
         if consumer is None:
-            raise RemoteProtocolError(f"a snapshot of stream {opaque} came, which was never asked for")
+            raise RemoteProtocolError(f"a snapshot of stream {opaque} arrived without a request")
         if opcode == self._opcodes.snapshot_start:
             consumer.stream.on(self._starts[consumer.partition])
             self._inside.add(consumer.partition)

@@ -98,11 +98,9 @@ class StreamFramer(Framer):
                 key_at = at + HEADER_SIZE + extras
                 value_at = key_at + keys
                 if asked_for is None or asked_for.partition != partition:
-                    raise RemoteProtocolError(
-                        f"a change of stream {opaque} came, which was never asked for", at=at
-                    )
+                    raise RemoteProtocolError(f"a change of stream {opaque} arrived without a request", at=at)
                 if not keys:
-                    raise BadLength("a change has no key; the connection is of no use", at=at)
+                    raise BadLength("a change has no key; the connection is closed", at=at)
                 consumer, stream = asked_for, asked_for.stream
                 if opcode == first:
                     value_end = end

@@ -450,7 +450,7 @@ class Follower:
     def _consumer(self, opaque: int) -> PartitionConsumer:
         consumer = self.consumers.get(Partition(opaque))
         if consumer is None:
-            raise RemoteProtocolError(f"a message of stream {opaque} came, which was never asked for")
+            raise RemoteProtocolError(f"a message of stream {opaque} arrived without a request")
         return consumer
 
     def _unfinished(self, node: NodeAddress) -> list[PartitionConsumer]:
@@ -483,4 +483,4 @@ def _log(message: FailoverLogAnswer) -> FailoverLog:
     try:
         return FailoverLog(message.versions)
     except ValueError as error:
-        raise RemoteProtocolError(f"the failover log makes no sense: {error}") from None
+        raise RemoteProtocolError(f"the failover log is invalid: {error}") from None

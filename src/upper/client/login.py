@@ -119,15 +119,15 @@ def _scram(mechanism: str, hash_name: str, user: str, password: str, *, nonce: s
     salted = hashlib.pbkdf2_hmac(hash_name, password.encode(), salt, iterations)
     client_key = hmac.digest(salted, b"Client Key", hash_name)
     without_proof = f"c=biws,r={fields['r']}"
-    spoken = f"{bare},{challenge},{without_proof}".encode()
-    signature = hmac.digest(hashlib.new(hash_name, client_key).digest(), spoken, hash_name)
+    auth_message = f"{bare},{challenge},{without_proof}".encode()
+    signature = hmac.digest(hashlib.new(hash_name, client_key).digest(), auth_message, hash_name)
     proof = base64.b64encode(bytes(a ^ b for a, b in zip(client_key, signature, strict=True))).decode()
     last = yield pack(
         REQUEST, Opcode.SASL_STEP, key=mechanism.encode(), value=f"{without_proof},p={proof}".encode()
     )
     if last.status:
         raise _denied(last)
-    expected = hmac.digest(hmac.digest(salted, b"Server Key", hash_name), spoken, hash_name)
+    expected = hmac.digest(hmac.digest(salted, b"Server Key", hash_name), auth_message, hash_name)
     if not hmac.compare_digest(last.value, b"v=" + base64.b64encode(expected)):
         raise AuthenticationFailed(
             "the node could not prove that it has the password; do not trust this node"

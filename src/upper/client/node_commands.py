@@ -135,9 +135,9 @@ class NodeCommands(RequestRouter):
         from upper.model.messages import FailoverLogRequest
         from upper.wire.session import DIALECTS
 
-        spoken = DIALECTS[self._address.dialect]
-        if spoken.named_connections:
-            return spoken.opcode(FailoverLogRequest), Purpose.LOGS
+        dialect = DIALECTS[self._address.dialect]
+        if dialect.named_connections:
+            return dialect.opcode(FailoverLogRequest), Purpose.LOGS
         return FAILOVER_LOG, Purpose.REQUESTS
 
     def promote(self, partition: int, *, to: int | None = None) -> Call[Promoted]:
@@ -187,7 +187,7 @@ class NodeCommands(RequestRouter):
     def _ask_copy(self, partition: Partition, packet: bytes) -> Call[Answer]:
         """The response of the node with the active copy, or with the only other copy where none is active.
 
-        What a node cannot do at the moment is not repeated: it says why, such as that its disk is full.
+        What a node cannot do at the moment is not repeated: its error has the reason, such as a full disk.
         """
         routes = yield from self.ready()
         if routes.owner(partition) is None:

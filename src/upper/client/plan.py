@@ -113,12 +113,12 @@ def plan(
     routes = yield from commands.patient_learn()
     partitions = _partitions(request, routes)
     begins = yield from _since(request, commands, partitions, bucket=bucket)
-    spoken = DIALECTS[dialect]
-    if not spoken.positions:
+    protocol = DIALECTS[dialect]
+    if not protocol.positions:
         return Plan(_tap(request, routes, partitions, random=random), begins)
     until = yield from _until(request, commands, partitions)
     less = request.keys_only or request.filtered or request.whole_snapshots
-    if less and not (spoken.settings and spoken.stream_flags):
+    if less and not (protocol.settings and protocol.stream_flags):
         raise InvalidArguments(f"{dialect}:// has no filters and no whole snapshots; use upr:// for them")
     flags = StreamFlag.NONE
     if request.keys_only:
@@ -133,15 +133,15 @@ def plan(
             begins.known(partition),
             until=None if until is None else until[partition],
             flags=flags,
-            log_apart=not spoken.log_in_answer,
-            bounds=spoken.snapshot_bounds,
+            log_apart=not protocol.log_in_answer,
+            bounds=protocol.snapshot_bounds,
         )
         for partition in partitions
     ]
     follower = Follower(
         consumers,
         routes,
-        dialect=spoken,
+        dialect=protocol,
         random=random,
         controls=_controls(request),
         settings=request.settings,

@@ -27,8 +27,8 @@ def groups(partitions: int) -> Iterator[range]:
 
 def scan_dialect(name: str) -> str:
     """The dialect that lists keys: that of the URL, unless it lacks filters and flags."""
-    spoken = DIALECTS[name]
-    return name if spoken.settings and spoken.stream_flags else UPR.name
+    dialect = DIALECTS[name]
+    return name if dialect.settings and dialect.stream_flags else UPR.name
 
 
 class KeyScan:

@@ -98,14 +98,14 @@ class ActiveCopy(InSyncTracker):
     def attached(self, node: NodeId, epoch: Epoch, seqno: Seqno, now: float) -> None:
         """A replica opened its stream: it holds exactly the changes up to `seqno`."""
         if self.holds(node, epoch, seqno, exactly=True):
-            self._heard(node, now)
+            self._note_contact(node, now)
 
     def acknowledged(self, node: NodeId, epoch: Epoch, seqno: Seqno, now: float) -> None:
         """A replica has everything up to `seqno` on its disk."""
         if self.holds(node, epoch, seqno):
-            self._heard(node, now)
+            self._note_contact(node, now)
 
-    def _heard(self, node: NodeId, now: float) -> None:
+    def _note_contact(self, node: NodeId, now: float) -> None:
         behind = self.held(node) < self.durable
         if node in self.waited_for:
             if behind:

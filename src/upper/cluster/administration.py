@@ -209,7 +209,7 @@ def planned_failover(state: ClusterState, name: str, progress: ProgressOf, *, fo
 def fail_over_by_hand(
     store: AgreementStore, name: str, progress: ProgressOf, *, force: bool
 ) -> FailoverByHand:
-    """Carry out what `planned_failover` says about the state at that moment."""
+    """Carry out what `planned_failover` returns for the state at that moment."""
     plan: FailoverByHand | None = None
 
     def changed(state: ClusterState) -> BucketMap | None:

@@ -152,7 +152,7 @@ class BucketMap:
                 entry.epoch,
                 [index[node] for node in entry.copies],
                 sum(1 << place for place, node in enumerate(entry.copies) if node in entry.in_sync),
-                # Only where they say something: the epoch of the branch, and the node that it moves to.
+                # Only where they have a meaning: the epoch of the branch, and the node that it moves to.
                 *([entry.branch_epoch] if entry.branch_epoch != entry.epoch or entry.moving_to else []),
                 *([index[entry.moving_to]] if entry.moving_to is not None else []),
             ]

@@ -1,10 +1,9 @@
 """The controller: decides failovers, repairs, moves and the restoration of replicas. One node at a time.
 
-`decide` is pure: from what the agreement store says, the nodes that count as alive and the progress of the
-copies to what is to be stored. The simulation runs it unchanged. `Controller` asks the nodes for their
+`decide` is pure: from the contents of the agreement store, the nodes that count as alive and the progress of
+the copies to what is to be stored. The simulation runs it unchanged. `Controller` asks the nodes for their
 progress and stores the decision by compare-and-swap, in a thread of the node that holds the leased key
-`controller`. Two controllers at once are harmless: only one of two changes to the same map is stored.
-"""
+`controller`. Two controllers at once are harmless: only one of two changes to the same map is stored."""
 
 from __future__ import annotations
 
@@ -149,7 +148,7 @@ class Controller:
         self._next_step = 0.0  # of a rebalance
 
     def observe(self, state: ClusterState) -> None:
-        """Remember who was alive. Every node does so: it may become the controller in the next moment."""
+        """Remember which nodes were alive. Every node does so: it may become the controller at any time."""
         now = self._now()
         self._seen |= state.alive.keys()
         for node in state.members:
@@ -165,7 +164,7 @@ class Controller:
         """
         if state.controller is None:
             if self._store.put_if(CONTROLLER, self._node.encode(), revision=ABSENT, lease=lease) is None:
-                return True  # another node was faster; the next state says which
+                return True  # another node was faster; the next state shows which
             log.info("%s is the controller", state.name_of(self._node))
         elif state.controller != self._node:
             return False

@@ -1,6 +1,6 @@
 """The coordinator of a node: keeps its lease, follows the map, and stores what its copies propose.
 
-The agreement store blocks, so four threads speak with it, each over a connection of its own: one renews the
+The agreement store blocks, so four threads call it, each over a connection of its own: one renews the
 lease, one watches for changes, one stores proposals, one is the controller. Their results enter the loop;
 everything that decides about copies runs there, in `CopyHost`.
 
@@ -44,7 +44,7 @@ RETRY = (0.1, 1.0)  # seconds before the first and before every later attempt to
 
 
 class Coordinator:
-    """One per node. All methods are called in the loop, except where it says otherwise."""
+    """One per node. All methods are called in the loop, unless the docstring states otherwise."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ class Coordinator:
                 pause = RETRY[1]
             else:
                 if not self._keeps_lease:
-                    self._post(self._on_answer)  # later the renewals of the lease say so
+                    self._post(self._on_answer)  # later the renewals of the lease show it
                 return result
 
     def _on_trouble(self, sentence: str) -> None:

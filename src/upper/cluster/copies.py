@@ -82,7 +82,7 @@ class CopyHost(Protocol):
     """What the coordinator of a node asks of its copies; `NodeCopies` is the implementation."""
 
     def observe(self, view: MapView) -> None:
-        """The map was read: bring the copies of this node to what it says."""
+        """The map was read: bring the copies of this node into its state."""
 
     def proposals(self, now: float) -> Mapping[Partition, PartitionEntry]:
         """The entries that active copies here want in the map now: grown, shrunk, or handed over.

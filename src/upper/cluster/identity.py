@@ -78,7 +78,7 @@ class NodeIdentity:
             return NodeId(str(content["id"])), str(content["name"])
         except (ValueError, KeyError, TypeError):
             raise ClusterError(
-                f"{self._path} does not say which node this is; restore it from a copy, "
+                f"{self._path} does not name the id of this node; restore it from a copy, "
                 "or remove the node from the cluster and start with an empty directory"
             ) from None
 
@@ -93,7 +93,7 @@ class NodeIdentity:
         if address is None:
             if settings.host in WILDCARDS:
                 raise BadSettings(
-                    f"{settings.host} is no address that others can connect to; add --advertise HOST:PORT"
+                    f"{settings.host} is not an address that others can connect to; add --advertise HOST:PORT"
                 )
             address = f"{settings.host}:{port}"
         try:

@@ -55,7 +55,7 @@ class InSyncTracker(kernel.CopyProgress):
                 self.replicated = seqno
 
     def holds(self, node: NodeId, epoch: Epoch, seqno: Seqno, *, exactly: bool = False) -> bool:
-        """A replica has everything up to `seqno` on its disk. False if it speaks of another epoch.
+        """A replica has everything up to `seqno` on its disk. False if it is of another epoch.
 
         `exactly`: it holds no more than that, whatever it acknowledged before.
         """
@@ -132,6 +132,6 @@ def accepts(known: Epoch, offered: Epoch) -> bool:
 
     The promoted copy was in sync, so the old active node waits for it, and it refuses the old epoch from
     the moment at which it has the new one. So the old active node can acknowledge nothing more, whatever
-    its clock says.
+    its clock shows.
     """
     return offered >= known

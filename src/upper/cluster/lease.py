@@ -1,4 +1,4 @@
-"""The lease of a node: granted, attached to the key that says that its process is alive, and renewed.
+"""The lease of a node: granted, attached to the key that shows that its process is alive, and renewed.
 
 A renewal counts from when it was sent: the store ends the lease at the earliest that much later. A lease that
 has ended is replaced by another one. When the node stops, or was removed from the cluster, the lease is ended
@@ -80,7 +80,7 @@ class LeaseKeeper:
                 log.info("the lease could not be revoked; it ends by itself")
 
     def _begin(self, store: AgreementStore) -> LeaseId:
-        """A new lease, with the key that says that this process is alive attached to it."""
+        """A new lease, with the key that shows that this process is alive attached to it."""
         lease = store.grant(self._settings.lease)
         while True:
             found, _ = store.read(self._key)

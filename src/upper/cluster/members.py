@@ -68,7 +68,7 @@ class MemberRecord:
             ) from None
 
 
-AT_ONCE = 128  # partitions that one node copies at a time, unless the rebalance says otherwise
+AT_ONCE = 128  # partitions that one node copies at a time, unless the rebalance has another limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def read_state(store: AgreementStore, previous: ClusterState | None = None) -> C
 
 
 def state_of(found: Mapping[str, Versioned], revision: int, former: ClusterState) -> ClusterState:
-    """The state that these keys and values say."""
+    """The state that these keys and values contain."""
     revisions = {key: stored.revision for key, stored in found.items()}
     members = {
         node: MemberRecord.from_bytes(node, stored.value) for node, stored in _below(MEMBERS, found).items()

@@ -1,6 +1,6 @@
 """Moves between nodes, one step at a time: pure functions from the map and a target to changed entries.
 
-A partition goes to its target in steps that each are one change of the map, so that the map says at any time
+A partition goes to its target in steps that each are one change of the map, so that the map shows at any time
 what is left to do, and every step may be repeated:
 
 1. the nodes that are to hold a copy become replicas, and catch up;

@@ -391,7 +391,7 @@ class ReplicaConnection(asyncio.Protocol):
             case Acknowledged():
                 return
             case Refusal(opcode=opcode) if opcode == SEQNO_ACK:
-                # The epoch there has changed. The map that says so ends the stream here, too.
+                # The epoch there has changed. The map with the new epoch ends the stream here, too.
                 log.info("%s: an acknowledgement was refused: %s", self.active, _sentence(message))
                 return
             case Refusal() if message.opaque == NO_STREAM:
@@ -405,7 +405,7 @@ class ReplicaConnection(asyncio.Protocol):
         stream = self.streams.get(partition)
         if stream is None:
             raise RemoteProtocolError(
-                f"a {type(message).__name__} of stream {partition} came, which was not requested"
+                f"a {type(message).__name__} of stream {partition} arrived without a request"
             )
         match message:
             case StreamAccepted():

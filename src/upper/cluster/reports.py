@@ -26,7 +26,7 @@ AT_ONCE = 32  # nodes that are asked at the same time
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What one node says about itself."""
+    """What one node reports about itself."""
 
     copies: Mapping[Partition, Progress]
     lease_age: float  # seconds since the last renewal of its lease was sent

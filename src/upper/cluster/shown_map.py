@@ -37,7 +37,7 @@ class ShownMap:
         self._content = b""
 
     def changed(self) -> None:
-        """The map says what holds; states of partitions here follow it."""
+        """The map decides; states of partitions here follow it."""
 
     def content(self) -> bytes:
         state = self._coordinator.state

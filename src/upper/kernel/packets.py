@@ -36,7 +36,7 @@ NOT_FOUND: Final = b"Not found"
 BETWEEN: Final = 0  # snapshots: the copy is consistent
 INSIDE: Final = 1  # a snapshot whose beginning the journal has
 # DCP gave changes the next numbers and longer extras, for metadata or the time of a deletion. The value of a
-# mutation ends with the metadata, as many bytes as the extras say at AT_DCP_META of the packet.
+# mutation ends with the metadata, as many bytes as the extras state at AT_DCP_META of the packet.
 DCP_EXTRAS: Final = {MUTATION: (31,), DELETION: (18, 21), EXPIRATION: (18, 20)}
 AT_DCP_META: Final = HEADER_SIZE + MUTATION_EXTRAS
 NANOSECONDS: Final = 1_000_000_000  # a CAS is a time in nanoseconds, so a deletion's CAS has its time
@@ -64,7 +64,7 @@ def solid(data: Buffer) -> bytes:
 
 def numbers(slots: object) -> None:
     if not isinstance(slots, array) or slots.typecode != "Q":
-        raise TypeError('numbers of 64 bits come and go in an array("Q")')
+        raise TypeError('64-bit numbers are passed in an array("Q")')
 
 
 def fits_opaque(number: int) -> int:

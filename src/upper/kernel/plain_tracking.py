@@ -26,7 +26,7 @@ class CopyProgress:
         self.replicated: Any = 0  # last seqno on the disks of all replicas that are waited for
         self.epoch: Any = 0
         self.waited_for: frozenset[Any] = frozenset()
-        self._held: dict[Any, Any] = {}  # by node: last seqno on its disk, as far as it has said so
+        self._held: dict[Any, Any] = {}  # by node: last seqno on its disk, as far as it has acknowledged
         # Since when a replica that is waited for is behind without progress; None: not known yet.
         self._silent_since: dict[Any, float | None] = {}
 

@@ -22,7 +22,7 @@ class Writer(Protocol):
         ...
 
     def finish(self) -> None:
-        """Wait for the batch. An OSError says why it is not on disk."""
+        """Wait for the batch. An OSError has the reason why it is not on disk."""
         ...
 
     def close(self) -> None:

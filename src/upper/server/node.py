@@ -203,7 +203,7 @@ class Node:
 
     @property
     def open(self) -> int:
-        """Connections, also those that are not ready to be spoken on."""
+        """Connections, also those that are not ready for requests."""
         return len(self.connections) + len(self.arriving)
 
     def refusal(self) -> str | None:
@@ -313,7 +313,7 @@ class Node:
         for tail in fanout.tails:
             if any(stream.phase is Sending.CLOSING for stream in tail.streams):
                 self.end_streams(tail.store, fanout)  # that it is dead here will never be on disk
-            self.tell_others(tail.store)
+            self.notify_producers(tail.store)
 
     @property
     def due(self) -> int:
@@ -377,7 +377,7 @@ class Node:
         for fanout in self.fanouts:
             fanout.reset(store.id)
         self._map_changed()
-        self.tell_others(store)  # of one that was a copy until now
+        self.notify_producers(store)  # of one that was a copy until now
 
     def _map_changed(self) -> None:
         if self.map is not None:
@@ -414,10 +414,10 @@ class Node:
         for stream, listener in tuple(fanout.tails[store.id].streams.items()):
             if stream is not keep:
                 listener.stop(stream, EndReason.STATE_CHANGED)
-        self.tell_others(store)
+        self.notify_producers(store)
 
-    def tell_others(self, store: PartitionStore) -> None:
-        """Producers without an open stream of the partition may begin or end to follow it."""
+    def notify_producers(self, store: PartitionStore) -> None:
+        """Producers without an open stream of the partition may begin or stop to follow it."""
         for other in tuple(self.fanout.listeners):
             other.on_state_change(store.id)
 

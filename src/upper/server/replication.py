@@ -403,7 +403,7 @@ class Replication:
         if access is Access.CLOSED:
             self.node.end_streams(store, self.node.fanout)
         elif before in (Access.CLOSED, Access.WAITING):
-            self.node.tell_others(store)
+            self.node.notify_producers(store)
 
     def _withdraw(self, store: PartitionStore, why: str = "") -> None:
         why = why or f"partition {store.id} has another active node; read the key again"

@@ -1,6 +1,6 @@
 """The few pages of Couchbase's REST interface that some of its clients ask for, on a port of their own.
 
-Most clients need none of them: they read the map from the key-value port. The pages say where nodes, the
+Most clients need none of them: they read the map from the key-value port. The pages state where nodes, the
 bucket and its partitions are, and change nothing. They are for users of the node: a request carries name and
 password, which is why it is answered over TLS or to this machine alone. A node without users asks for none.
 
@@ -52,7 +52,7 @@ class RestPage(HttpPage):
         if self._look is not None:
             self._look.cancel()
 
-    # ── Who asks ──────────────────────────────────────────────────────────────────────────────────
+    # ── Logins ──────────────────────────────────────────────────────────────────────────────────
 
     def answer(self, request: HttpRequest) -> None:
         if self._node.users is None:

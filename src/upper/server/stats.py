@@ -397,7 +397,7 @@ def group(node: Node, name: str) -> Iterator[tuple[str, str]]:
     number = None
     if rest:
         if not (rest.isascii() and rest.isdigit() and len(rest) < 10):
-            raise InvalidArguments(f"behind {head[:80]!r} comes a number, or nothing")
+            raise InvalidArguments(f"{head[:80]!r} is followed by a number or by nothing")
         number = int(rest)
     match head:
         case "" | "memory" | "disk":

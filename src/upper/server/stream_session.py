@@ -264,7 +264,7 @@ class StreamSession(StreamProducer):
         return store
 
     def _complete(self, partition: Partition, opaque: int) -> None:
-        """Tell a replica that has every change that it is consistent, with a snapshot without changes.
+        """Send a replica that has every change a snapshot without changes: it is consistent.
 
         Its former connection may have ended before the end of the snapshot. Without another change it would
         never be sent one, and would not join the in-sync set.

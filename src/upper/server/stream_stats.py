@@ -115,12 +115,12 @@ STREAMS: tuple[StreamField, ...] = (
     StreamField("peer", "its address", lambda connection, session: connection.peer),
     StreamField(
         "user",
-        "who logged in",
+        "the user that logged in",
         lambda connection, session: connection.user.name if connection.user else "",
     ),
     StreamField(
         "dialect",
-        "what it speaks",
+        "its wire protocol",
         lambda _, session: session.dialect.name if session.dialect else "",
     ),
     StreamField("since", "when it connected, seconds since the epoch", lambda c, session: int(c.since)),

@@ -96,7 +96,7 @@ class Command:
     def check(self, head: Header) -> None:
         """Refuse a request whose parts are not those of this command."""
         if head.magic != REQUEST:
-            raise InvalidArguments("this node asked for nothing that this could answer")
+            raise InvalidArguments("this is a response, and the node sent no request")
         extras, key, value = self.shape
         if head.extras_length not in extras:
             wanted = " or ".join(map(str, extras))

@@ -59,7 +59,7 @@ class TlsAccept:
                 ssl_handshake_timeout=self._node.settings.limits.handshake,
             )
         except OSError:
-            pass  # it does not speak TLS, it took too long, or it is gone
+            pass  # it does not use TLS, it took too long, or it is gone
         finally:
             self._node.arriving.discard(connection)
 

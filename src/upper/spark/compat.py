@@ -56,7 +56,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
 
 
 def parallelism(spark: Any) -> int:
-    """Cores that tasks of this session can use; a session of Spark Connect has only its settings to tell."""
+    """Cores that tasks of this session can use; a session of Spark Connect has only its settings."""
     from pyspark.errors import PySparkException
 
     try:

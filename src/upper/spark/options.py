@@ -15,7 +15,7 @@ from upper.spark.columns import Form, ValueForms
 from upper.spark.offsets import Offset
 
 BEGINNING, NOW = ("beginning", "earliest"), ("now", "latest")
-BYTES_A_ROW = 256  # what a row is taken for when bytes are limited and no node reports the size of items
+BYTES_A_ROW = 256  # bytes that a row counts for when bytes are limited and no node reports the size of items
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def reported(bucket_state: BucketState) -> Offset:
 
 
 def resolved(start: Offset, end: Offset) -> Offset:
-    """The end of a batch, planned from its start where Spark could not say it earlier."""
+    """The end of a batch, planned from its start where Spark did not provide it earlier."""
     if end.planned:
         return end
     logs = {p: offset.safe.log for p, offset in end.partitions.items() if offset.safe.log is not None}

@@ -89,7 +89,7 @@ def check(options: SinkOptions, columns: Sequence[str], *, overwrite: bool) -> N
     if missing := sorted(needed - set(columns)):
         raise InvalidArguments(f"the sink needs the column {missing[0]!r}; select it before writing")
     if not {"value", "operation"} & set(columns):
-        raise InvalidArguments("the sink needs the column 'value', or 'operation' to say what to do")
+        raise InvalidArguments("the sink needs the column 'value', or 'operation'")
 
 
 def write(options: SinkOptions, runs: Iterable[list[dict[str, Any]]]) -> Written:

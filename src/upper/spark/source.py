@@ -132,7 +132,7 @@ class _Reader:
             plan.refuse_rollbacks(found)
         owners = (self._bucket_state or self._look()).owners if found else {}
         dealt = [Slice(hand, whole=whole) for hand in slices(found, owners, width=self._width)]
-        # Spark makes a partition of its own, which `read` cannot know, where it gets none.
+        # Spark makes a partition of its own, which `read` cannot use, where it gets none.
         return dealt or [Slice([], whole=whole)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

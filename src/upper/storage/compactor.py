@@ -405,7 +405,7 @@ class Compactor:
         except OSError as error:
             for pack in packs:
                 self._discard(pack)
-            raise NotWritable(f"rewriting failed ({error.strerror}); all is as it was") from error
+            raise NotWritable(f"rewriting failed ({error.strerror}); nothing was changed") from error
         running = self._packs
         for _ in self._adopt(packs):
             pass

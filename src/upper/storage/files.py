@@ -84,7 +84,7 @@ def _read(file: File, offset: int, size: int) -> bytes:
         return file.read(offset, size)
     except OSError as error:
         raise Corrupt(
-            f"{file.path} cannot be read ({error.strerror}); stop the node and look at the disk"
+            f"{file.path} cannot be read ({error.strerror}); stop the node and check the disk"
         ) from error
 
 

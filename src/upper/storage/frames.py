@@ -97,7 +97,7 @@ def open_frame(number: int, clock: int) -> bytes:
 
 
 class FrameReader:
-    """The whole frames of a file's bytes, in order; then `ending` and `at` say how and where they end."""
+    """The whole frames of a file's bytes, in order; then `ending` and `at` hold how and where they end."""
 
     def __init__(self, data: bytes, start: int = FILE_HEADER) -> None:
         self._data = data

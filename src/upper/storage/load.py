@@ -1,6 +1,6 @@
 """From disk to memory: partition files first, then the journal's batches that they do not hold yet.
 
-A partition's file says up to which batch it holds everything; batches up to there are skipped for that
+A partition's file has the number of the last batch that it includes; batches up to there are skipped for that
 partition. So a file may be older or newer than any other, and a crash between two of them needs no handling.
 
 Damage is passed to `problem`, which either raises (opening) or records it and lets reading go on (checking
@@ -105,7 +105,7 @@ class JournalTail:
 
 
 def last_known(loader: DirectoryLoader, floor: JournalStart) -> int:
-    """The newest batch that files other than the journal speak of."""
+    """The newest batch that files other than the journal mention."""
     return max([floor.first - 1, *loader.covered.values()])
 
 
@@ -332,7 +332,7 @@ class DirectoryLoader:
             segment.last = found.number
         self._note_touched(segment)
         if closed and is_last and frames.ending is Ending.WHOLE:
-            self._problem(Damage(where, "it says that another segment follows, and there is none"))
+            self._problem(Damage(where, "it requires another segment after it, and there is none"))
         if frames.ending is Ending.WHOLE:
             return True
         return self._torn(segment, frames, tail, len(data), is_last=is_last)
@@ -358,7 +358,7 @@ class DirectoryLoader:
         self._tables[store.id] = store.items
 
     def _wake_until(self, batch: int) -> None:
-        """From this batch on, the journal says more than these partitions' files."""
+        """From this batch on, the journal has more than these partitions' files."""
         while self._asleep and self._asleep[-1][0] < batch:
             _, number = self._asleep.pop()
             store = self.stores[number]

@@ -25,7 +25,7 @@ CHECK = "run `upper check` on the directory"
 
 
 class Identity(NamedTuple):
-    """What `bucket.json` says."""
+    """The contents of `bucket.json`."""
 
     uuid: int
     name: str
@@ -33,7 +33,7 @@ class Identity(NamedTuple):
 
 
 class ShutdownState(NamedTuple):
-    """What `state.json` says about how the bucket was left. `batch` is None unless it was closed in order."""
+    """`state.json`: how the bucket was left. `batch` is None unless it was closed cleanly."""
 
     batch: int | None
     durability: str
@@ -42,7 +42,7 @@ class ShutdownState(NamedTuple):
 
 
 class JournalStart(NamedTuple):
-    """What `journal.json` says: batches before `first` may be gone, and which files hold them instead."""
+    """`journal.json`: batches before `first` may be gone, and which files hold them instead."""
 
     first: int
     files: tuple[int, ...]
@@ -64,7 +64,7 @@ def read_identity(directory: Path) -> Identity | None:
         return Identity(int(content["uuid"], 16), str(content["name"]), int(content["partitions"]))
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(
-            f"{directory / 'bucket.json'} does not say what bucket this is; restore it from a copy"
+            f"{directory / 'bucket.json'} does not describe a bucket; restore it from a copy"
         ) from error
 
 
@@ -98,7 +98,7 @@ def write_shutdown(disk: Disk, directory: Path, mark: ShutdownState) -> None:
 
 
 def is_copy(disk: Disk, directory: Path, mark: ShutdownState | None) -> bool:
-    """Was the directory copied since its mark was written? False where the mark does not say."""
+    """Was the directory copied since its mark was written? False where the mark does not show it."""
     if mark is None or not mark.identity:
         return False
     return mark.identity != _identity(disk, directory, directory / "state.json")

@@ -74,7 +74,7 @@ class PartitionStore(PartitionCopy):
         return records.item_of(record)
 
     def read_meta(self, key: bytes) -> StoredItem | None:
-        """The same for tombstones too: `deleted` tells them apart."""
+        """The same for tombstones too: `deleted` distinguishes them."""
         record = self._live(key)
         if record is None and (entry := self.items.get(key)) is not None:
             record = self._fetch(entry)

@@ -37,7 +37,7 @@ class PartitionCopy(PartitionState):
             self._state(records.snapshot_end(self.id))
 
     def advance(self, to: Seqno) -> None:
-        """The active copy's history went on to here, and what was there is gone: no change says so."""
+        """The active copy is at this seqno, and the record of its last change no longer exists."""
         self.open_to_changes()
         self._follows(to)
         self.high = to
@@ -92,7 +92,7 @@ class PartitionCopy(PartitionState):
         at = self.bucket.apply(data, 0, self.bucket.partitions, inside, bytearray())
         if at < len(data):
             self._follows(records.seqno_of(data[at : records.packet_end(data, at)]))
-            raise LocalProtocolError(f"partition {self.id}: what a replica applies is no change")
+            raise LocalProtocolError(f"partition {self.id}: a replica received a record that is not a change")
 
     def _hand_in(self, record: bytes) -> None:
         self.bucket.pending.append(record)

@@ -1,7 +1,7 @@
 """Partition files: the records of a few partitions, contiguous, so that journal segments can be deleted.
 
-`partitions/NNNNNNNN.part` is a *pack*: the file header, whose `batch` says up to which batch of the journal
-the file holds its partitions, and whose `sections` says how many those are; then one section a partition.
+`partitions/NNNNNNNN.part` is a *pack*: the file header, whose `batch` is the last batch of the journal that
+the file includes, and whose `sections` is their number; then one section a partition.
 A section is a frame with the facts (seqnos, counts, state, failover log) and frames of about a megabyte of
 records in seqno order. Frames are numbered through the file from 0. A partition is in the newest file,
 the one with the highest number, that has a section of it; a file without any such partition is a leftover.

@@ -7,10 +7,10 @@ next. The facts:
     0x5a  state            extras: u8, the numbers of the draft (1 active, 2 pending, 3 replica, 4 dead);
                            u8 in a takeover: 1 being handed over, 2 handed over
     0x51  failover log     value: 16 bytes a version, newest first
-    0x54  snapshot begins  extras: u64 seqno at which it will end, 0 when the sender did not say;
+    0x54  snapshot begins  extras: u64 seqno at which it will end, 0 when the sender did not state it;
                            u64 purge seqno of the sender, where it did
     0x55  snapshot ends    no body: the partition is consistent here
-    0x64  seqno advanced   extras: u64 seqno up to which a copy has everything, though no change says so
+    0x64  seqno advanced   extras: u64 seqno up to which a copy has everything, without a change
     0xe1  facts            extras: six u64: high, purged, complete, entries, tombstones, bytes of all records
 
 Facts stand only at the head of a partition's file. The numbers are not sent to a peer.

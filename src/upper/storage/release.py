@@ -93,7 +93,7 @@ class ReleaseQueue:
         for listener in tuple(self._on_written):
             listener(commit)
         if self._gate is None:
-            self._tell(commit)
+            self._publish_commit(commit)
             return
         if not held:
             self._reach(reached, exposed=True)
@@ -116,7 +116,7 @@ class ReleaseQueue:
             while self._queue and (self._gate is None or self._gate.opens(_stores(self._queue[0].held))):
                 commit, held = self._queue.popleft()
                 self._reach(held, exposed=True)
-                self._tell(commit)
+                self._publish_commit(commit)
         finally:
             self._releasing = False
 
@@ -137,7 +137,7 @@ class ReleaseQueue:
             for store in self._bucket.partitions:
                 self._bucket.served(store)
 
-    def _tell(self, commit: Commit) -> None:
+    def _publish_commit(self, commit: Commit) -> None:
         for listener in tuple(self._on_release):
             listener(commit)
 

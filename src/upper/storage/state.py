@@ -161,7 +161,7 @@ class PartitionState(kernel.Table):
                 self.high, self.purged, self._complete = facts.high, facts.purged, facts.complete
             case opcode:
                 raise Corrupt(
-                    f"partition {self.id}: the journal holds a packet {opcode:#x} that means nothing here"
+                    f"partition {self.id}: the journal holds a packet {opcode:#x}, which is not defined"
                 )
 
     def facts(self) -> bytes:
@@ -172,7 +172,7 @@ class PartitionState(kernel.Table):
         return head
 
     def become(self, other: PartitionState) -> None:
-        """Take over everything that `other`, rebuilt from disk, says about this partition."""
+        """Take over everything that `other`, rebuilt from disk, has of this partition."""
         self.items, self.high, self.purged = other.items, other.high, other.purged
         self.ownership, self.log = other.ownership, other.log
         self.incoming, self._complete = other.incoming, other._complete

@@ -63,7 +63,7 @@ def _failed(journal: Journal, batch: JournalBatch, error: OSError) -> BatchOutco
 
 
 class JournalWriter:
-    """Calls `done` in the loop's thread when a batch is on disk or has failed; `finish` then says which."""
+    """Calls `done` in the loop's thread when a batch is on disk or has failed; `finish` returns which."""
 
     def __init__(self, journal: Journal, loop: asyncio.AbstractEventLoop, done: Callable[[], None]) -> None:
         self._journal, self._loop, self._done = journal, loop, done

@@ -1,7 +1,7 @@
 """Framing extras: options of a request that stand in front of its other parts (magic 0x08, feature 0x10).
 
 Such a request has one byte for the length of its key, and in front of that one for the length of its options.
-An option is its number and its size, four bits each, and its bytes; 15 says that a byte with the rest
+An option is its number and its size, four bits each, and its bytes; 15 means that a byte with the rest
 follows. `plain` returns the request without them, as every handler reads it, and the options as a value. An
 option that changes what a request means and is not known here is refused, never left out.
 """
@@ -24,7 +24,7 @@ class FrameKind(IntEnum):
     BARRIER = 0  # requests are processed in order here
     DURABILITY = 1
     STREAM_ID = 2
-    TRACING = 3  # says nothing about the request
+    TRACING = 3  # does not change the request
     IMPERSONATE = 4
     PRESERVE_EXPIRY = 5
 
@@ -90,7 +90,7 @@ def _durability(content: bytes) -> DurabilityRequirement:
         level = DurabilityLevel(content[0])
     except ValueError:
         raise InvalidDurability(
-            f"{content[0]} is no durability level; 1 is majority, 2 majority and persisted on the active "
+            f"{content[0]} is not a durability level; 1 is majority, 2 majority and persisted on the active "
             "node, 3 persisted on a majority"
         ) from None
     return DurabilityRequirement(level, int.from_bytes(content[1:], "big") / 1000 or None)

@@ -56,7 +56,7 @@ def select(current: Dialect | None, head: Header) -> Dialect | None:
         return UPR if head.magic == REQUEST and head.opcode in SHARED else asked
     if asked is not None and asked is not current:
         raise WrongDialect(
-            f"this connection speaks {current.name} and the packet is {asked.name}; open another connection",
+            f"this connection uses {current.name} and the packet is {asked.name}; open another connection",
             at=1,
         )
     return current

@@ -103,10 +103,10 @@ def pictures(data: bytes, dialect: Dialect | None = None) -> Iterator[Picture]:
                 at=len(data),
             )
         packet = data[at : at + head.size]
-        spoken = _first_that_reads(packet, head, (dialect,) if dialect else guess(head, before), at)
-        yield picture(spoken, packet, head)
+        found = _first_that_reads(packet, head, (dialect,) if dialect else guess(head, before), at)
+        yield picture(found, packet, head)
         at += head.size
-        before = spoken
+        before = found
 
 
 def _first_that_reads(packet: bytes, head: Header, dialects: tuple[Dialect, ...], base: int) -> Dialect:

@@ -78,7 +78,7 @@ class Row:
     data_type: int | Field | None = None  # a number distinguishes rows; a field is a code of its own
     status: int | None = None  # of responses; None is any
     failed: bool = False  # of responses: any status but OK
-    by: Side | None = None  # who may send it; None is either
+    by: Side | None = None  # the side that may send it; None is either
     sample: bool = False  # printed in a specification, never sent on a connection
     key: Content = NOTHING
     value: Content = NOTHING
@@ -367,7 +367,7 @@ class Dialect(Capabilities):
             raise self._closest(misfits, head, base)
         if self._fallback is not None and head.magic == self._fallback.magic:
             return self._fallback
-        raise UnknownOpcode(f"opcode 0x{head.opcode:02x} means nothing in {self.name}", at=base + 1)
+        raise UnknownOpcode(f"opcode 0x{head.opcode:02x} is not defined in {self.name}", at=base + 1)
 
     def _closest(self, misfits: list[tuple[Row, _Misfit]], head: Header, base: int) -> ProtocolError:
         row, misfit = max(misfits, key=lambda pair: pair[1].part)
@@ -379,7 +379,7 @@ class Dialect(Capabilities):
     def decode(
         self, packet: Bytes, *, by: Side | None = None, base: int = 0, max_body: int = MAX_BODY
     ) -> Message:
-        """The message of exactly one packet. `by` is who sent it, where that is known."""
+        """The message of exactly one packet. `by` is the side that sent it, where that is known."""
         head = header(packet, max_body=max_body, base=base)
         if len(packet) < head.size:
             raise Truncated(

@@ -4,7 +4,7 @@ vbucket stays in its field in both directions, so responses have no status at al
 Six of its printed packets carry lengths that do not add up. In every case the bytes that follow are
 clear and the header is not, so the header is ignored; the reason is stated at each row.
 
-A client that also sends key-value commands on such a connection cannot tell the answer to a REPLACE
+A client that also sends key-value commands on such a connection cannot distinguish the answer to a REPLACE
 from a STREAM BEGIN (both are 0x81 0x03 with data type 0): here it is always the latter.
 """
 

@@ -50,7 +50,7 @@ class Audit:
 
 
 def audit(lake: Lake, runner: Runner) -> Audit:
-    """Check everything: the files first, then what they say."""
+    """Check everything: the files first, then their contents."""
     with lake.lock:
         snapshots = [(table.name, *table.snapshot()) for table in lake.tables]
     whole = Audit()
@@ -115,7 +115,7 @@ def _problem(store: LakeStore, table: str, file: DataFile) -> str:
     try:
         size = store.size(path)
         if size != file.size:
-            return f"it has {size} bytes, and its commit says {file.size}"
+            return f"it has {size} bytes, and its commit has {file.size}"
         expected = files.named_checksum(file.path)
         if expected is None:
             rows = len(files.read(store, table, [file]))
@@ -123,7 +123,7 @@ def _problem(store: LakeStore, table: str, file: DataFile) -> str:
             return "its checksum is wrong"
         else:
             rows = pq.read_metadata(store.path(path), filesystem=store.filesystem).num_rows
-        return "" if rows == file.rows else f"it has {rows} rows, and its commit says {file.rows}"
+        return "" if rows == file.rows else f"it has {rows} rows, and its commit has {file.rows}"
     except (OSError, pa.ArrowException, StorageError) as error:
         return getattr(error, "strerror", None) or str(error).splitlines()[0]
 

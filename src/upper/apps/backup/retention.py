@@ -87,7 +87,7 @@ def _prune(lake: Lake, runner: Runner, commit: BackupCommit) -> Pruned:
     with lake.lock:
         position = lake.changes.lake_position
         if not all(position.same_history(now, p) for p in floors):
-            raise FilesReplaced("a rollback came between; try again")
+            raise FilesReplaced("a rollback happened meanwhile; try again")
         lake.commit_changes(add=result.add, remove=result.remove, lake_position=position.pruned(floors))
     done.rows, done.files = result.rows, len(result.remove)
     return done

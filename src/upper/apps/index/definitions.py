@@ -90,5 +90,5 @@ def check(name: str, text: Sequence[str], fields: Sequence[str]) -> None:
                 f"{path!r} is not a path in a JSON value; write it as title or address.city"
             )
         if path in seen:
-            raise InvalidArguments(f"the path {path!r} is there twice; name it in --text or in --fields")
+            raise InvalidArguments(f"the path {path!r} is named twice; name it in --text or in --fields")
         seen.add(path)

@@ -1,8 +1,7 @@
 """The schema of an index, and documents from live keys. The position of an index is a document, too.
 
-tantivy commits added and deleted documents together, so a position that is a document of the same commit says
-exactly what the index holds. A value that is no JSON object has no document.
-"""
+tantivy commits added and deleted documents together, so a position that is a document of the same commit
+states exactly what the index holds. A value that is no JSON object has no document."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ REMEDY = "indexes need tantivy; install it with `pip install 'upper-kv[search]'`
 
 
 def library() -> Any:
-    """The module tantivy, or an error that says how to get it."""
+    """The module tantivy, or an error that names how to install it."""
     try:
         import tantivy  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError:

@@ -312,7 +312,7 @@ def reads_of(
             reads[p] = PartitionRead(ZERO, afresh=True)
         else:
             raise BadCheckpoint(
-                f"`latest` of the lake {root} has not seen all that was trimmed from `changes`; restore "
+                f"`latest` of the lake {root} lacks changes that were trimmed from `changes`; restore "
                 "it to a version that has, or sync into a new place"
             )
     return reads

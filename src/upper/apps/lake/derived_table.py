@@ -26,7 +26,7 @@ from upper.apps.lake.tables import FilesReplaced, LakeTable
 from upper.apps.lake.tasks import TaskResult, merged
 from upper.model.values import Partition
 
-IDENTITY = "upper.identity"  # the property of a table that says which rows it has
+IDENTITY = "upper.identity"  # the property of a table that describes its rows
 PARTITION, KEY = DERIVED["partition"], DERIVED["key"]
 
 
@@ -50,7 +50,7 @@ def identity_of(table: LakeTable) -> str:
 
 
 def table_columns(own: pa.Schema) -> pa.Schema:
-    """The columns of a derived table's files: where a row comes from, and what it says."""
+    """The columns of a derived table's files: where a row comes from, and its contents."""
     return pa.schema([pa.field(PARTITION, pa.int32()), pa.field(KEY, pa.binary()), *own])
 
 

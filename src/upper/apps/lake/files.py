@@ -47,7 +47,7 @@ REPEATING = ("operation", "partition", "branch", BATCH, "revision", "flags", "ex
 
 
 class MissingFiles(StorageError):
-    """A file of a lake is not there, or is not what its table says."""
+    """A file of a lake is missing, or differs from what its table states."""
 
 
 def write(root: Place, table: str, rows: pa.Table, *, group: int, tight: bool = False) -> list[DataFile]:

@@ -138,7 +138,7 @@ class LakeFollower:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the lake, which is made if there is none, and know its bucket."""
+        """Lock the lake, which is created if there is none, and connect to its bucket."""
         settings = self.settings
         # The node's statistics list the sync under this name, also between rounds.
         source = BucketSource(self._url, patience=settings.patience, name=f"sync:{self.root.name}")
@@ -165,7 +165,7 @@ class LakeFollower:
                     "`history` out, or sync into a new place"
                 )
             for name in define(self.root, settings.types):
-                log.info("table %s: its definition is new; all of it is made now", name)
+                log.info("table %s: its definition has changed; the table is built again", name)
             if not settings.once:
                 # The rounds retry, and a stop must not wait for a node.
                 source.close()

@@ -123,7 +123,7 @@ def _refresh(
     back, behind = position.lacking(target, everything)
     if any(p in back or behind.get(p, at) < at for p, at in target.floors.items()):
         raise BadCheckpoint(
-            f"`latest` of the lake {lake.root} has not seen all that was trimmed from `changes`; restore it "
+            f"`latest` of the lake {lake.root} lacks changes that were trimmed from `changes`; restore it "
             "to a version that has, or sync into a new place"
         )
     found = units(lake.layout, held, changes, target, back, behind)

@@ -1,7 +1,7 @@
-"""The log of a Delta table: what its commits say of themselves, and how the log is kept short.
+"""The log of a Delta table: the information of its commits, and how the log is kept short.
 
 Delta's library lists the whole log at every commit, so commits become slower as the log grows. `shorten`
-removes entries before a checkpoint. What they say (positions, times) is copied to LAKE/.history first, a file
+removes entries before a checkpoint. Their positions and times are copied to LAKE/.history first, a file
 for each shortening, because a backup finds its commits there:
 
     LAKE/TABLE/_delta_log/VERSION.json              the newest commits
@@ -38,7 +38,7 @@ class DeltaLog:
         self._log, self._history = f"{table}/_delta_log", f"{HISTORY}/{table}"
 
     def entries(self, newest: int) -> Iterator[dict[str, Any]]:
-        """What commits say of themselves, from a version back to the oldest that is known.
+        """The information of commits, from a version back to the oldest that exists.
 
         Not `DeltaTable.history`: it counts back from the newest version of the moment, so its numbers are
         wrong when another process commits meanwhile.

@@ -150,7 +150,7 @@ def _commit_trim(
     with lake.lock:
         now = lake.changes.lake_position
         if not all(now.same_history(position, p) for p in floors):
-            raise FilesReplaced("a rollback came between; try again")
+            raise FilesReplaced("a rollback happened meanwhile; try again")
         lake.commit_changes(add=add, remove=remove, lake_position=now.trimmed(floors))
 
 

@@ -1,7 +1,7 @@
 """The position of a lake: the seqno and failover log of every partition, as each commit carries it.
 
-`LakePosition` says exactly what is in a table. It is in the same Delta commit as the data, so the two cannot
-disagree. As JSON, with a version; 64-bit numbers are text:
+`LakePosition` states exactly what is in a table. It is in the same Delta commit as the data, so the two
+cannot disagree. As JSON, with a version; 64-bit numbers are text:
 
     version 1   the whole position
     version 2   what differs from the commit before; `since` is the Delta version that has a whole one
@@ -113,7 +113,7 @@ class LakePosition:
         return self._json(WHOLE, encode(self.places))
 
     def difference(self, before: LakePosition, *, since: int) -> dict[str, Any] | None:
-        """What changed, as JSON; None where only the whole position can say it."""
+        """What changed, as JSON; None where only the whole position expresses it."""
         if before.places.keys() - self.places.keys() or before.rollbacks.keys() - self.rollbacks.keys():
             return None
         changed = LakePosition(

@@ -1,4 +1,4 @@
-"""What rows mean: from changes to live keys, back again, and whether two tables say the same.
+"""What rows mean: from changes to live keys, back again, and whether two tables are equal.
 
 Pure functions over Arrow tables whose rows are in order of (partition, seqno). No file, no
 network, no Delta: what is true of a lake is decided here and tested here.

@@ -108,7 +108,7 @@ class TrimCut:
 
 @dataclass(frozen=True)
 class EraseCut:
-    """Rows of one key lose everything that says what it was.
+    """Rows of one key lose everything that identifies it.
 
     In `changes` and `lost` the row itself stays, as `erased` without key, value, flags and times: its seqno
     may be the end of a snapshot, which a rollback must still find. In `latest` it leaves.

@@ -39,7 +39,7 @@ class LakeMetrics:
     committed_at: float = 0.0  # seconds since the epoch: the last commit
     current_at: float = 0.0  # everything that was in the bucket at this time is in the lake
     failed: bool = False
-    looked: threading.Event = field(default_factory=threading.Event)  # it was opened, or it was said why not
+    looked: threading.Event = field(default_factory=threading.Event)  # opened, or the reason was logged
 
     def tell(self, progress: SyncTotals, done: SyncRound | None) -> None:
         self.progress = progress
@@ -152,7 +152,7 @@ class Service:
 
     def _lines(self) -> Iterator[str]:
         yield from Metric(
-            "upper_build_info", "gauge", "1; the label says what runs", [({"version": VERSION}, 1)]
+            "upper_build_info", "gauge", "1; the label has the version", [({"version": VERSION}, 1)]
         ).lines()
         lakes = [({"lake": name}, metrics) for name, (_, metrics) in self._lakes.items()]
         now = time.time()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Place: TypeAlias = "LakeStore | Path | str"
 SCHEMES = ("s3", "gs", "abfss", "file")
 LOCK = ".lock"
-# Delta's library tries for minutes; a sync tries again by itself, and says so.
+# Delta's library tries for minutes; a sync retries by itself, and logs it.
 PATIENCE = {"max_retries": "4", "retry_timeout": "20s"}
 
 
@@ -57,7 +57,7 @@ def reaching(where: str) -> Iterator[None]:
 
 
 def reason_of(error: OSError) -> str:
-    """The reason alone: what S3 says, or the last of the lines that Delta draws as a tree, in colours."""
+    """The reason alone: the message of S3, or the last line of the tree that Delta draws, without colours."""
     text = re.sub(r"\x1b\[\d*m", "", error.strerror or str(error))
     if found := re.search(r"AWS Error (\w+) during \w+ operation: (.*?)(?: \(Request ID.*)?$", text):
         return f"{found[1].title().replace('_', '')}: {found[2]}"  # by Arrow: SIGNATURE_DOES_NOT_MATCH
@@ -320,7 +320,7 @@ class ObjectStore(LakeStore):
         """So is a commit."""
 
     def make_private(self) -> None:
-        raise InvalidArguments("--private is for directories; the policy of a bucket says who reads it")
+        raise InvalidArguments("--private is for directories; access to a bucket is set by its policy")
 
     def claim(self) -> AbstractContextManager[None]:
         """The commits decide: of two that claim a version, the store accepts one."""

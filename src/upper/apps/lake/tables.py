@@ -199,7 +199,7 @@ class LakeTable:
             for attempt in range(COMMIT_ATTEMPTS):
                 if step is not None and self.step >= step:
                     raise DirectoryInUse(
-                        f"step {step} of {self.where} is taken already; another sync is at work there"
+                        f"step {step} of {self.where} was committed by another sync; stop one of them"
                     )
                 if attempt or remove:
                     self._require(remove)
@@ -248,7 +248,7 @@ class LakeTable:
                     max_commit_retries=0,
                     app_transactions=None if step is None else [Transaction(NOTE, step, now)],
                 ),
-                # `shorten` does it, and keeps what the commits say.
+                # `shorten` does it, and keeps the information of the commits.
                 post_commithook_properties=PostCommitHookProperties(cleanup_expired_logs=False),
             )
             files.sync_commit(self.root, self.name, version)
@@ -268,7 +268,7 @@ class LakeTable:
             self._whole, self._whole_at = version, now
 
     def _statistics(self, file: DataFile) -> str:
-        """What the log says of a file. A derived table has other names for the columns that are measured."""
+        """The entry of a file in the log. A derived table has other names for the measured columns."""
         names = {name: name if self.name in TABLES else DERIVED.get(name, name) for name in file.low}
         return json.dumps(
             {
@@ -335,7 +335,7 @@ class LakeTable:
         self._ours = self._whole = self._whole_at = -1
 
     def _history(self) -> Iterator[dict[str, Any]]:
-        """What commits say of themselves, from the loaded version back to the oldest."""
+        """The information of commits, from the loaded version back to the oldest."""
         return self.log.entries(self.version)
 
     def _newest_note(self) -> tuple[int, dict[str, Any]]:
@@ -388,7 +388,7 @@ class LakeTable:
         try:
             return int(commit["operationParameters"]["version"])
         except (KeyError, TypeError, ValueError):
-            raise self._changed(commit) from None  # to a moment: the history does not say which version
+            raise self._changed(commit) from None  # to a moment: the history does not name the version
 
     def _changed(self, commit: Mapping[str, Any]) -> Corrupt:
         version, what = int(commit["version"]), commit.get("operation")

@@ -4,7 +4,7 @@ The response to a write names its partition, branch and seqno: a token, as text 
 lake has the write once its position in the partition is at or past the seqno, in a history that has the
 branch up to there. If the branch ended before the seqno, a rollback took the write back, and no later commit
 will have it. A write that the lake never had may still come, or may be lost in a failover that the lake has
-not met: only the bucket can tell.
+not met: only the bucket can decide it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Verify a lake: `latest` against the bucket, and against `changes`, by a checksum per partition.
 
 The workers read the bucket from its beginning, so the comparison rests on nothing that the lake stored. The
-bucket may have moved on since the lake's position: a key that changed after it says nothing about the state
+bucket may have moved on since the lake's position: a key that changed after it shows nothing about the state
 at it, and is left out on both sides. The result lists what differs, with keys.
 """
 
@@ -222,7 +222,7 @@ def against_changes(
     seen = seen.filter(pc.less_equal(seen["seqno"], stood.position(partition).seqno))
     made = fold(held.slice(0, 0), seen)
     if ahead.complete_from(partition) is None:
-        # Trimmed: only keys that `changes` still speaks of can be compared.
+        # Trimmed: only keys that are still in `changes` can be compared.
         keys = seen["key"].combine_chunks()
         held = held.filter(pc.is_in(held["key"], value_set=keys))
     if digest(made) != digest(held):

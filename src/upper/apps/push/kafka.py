@@ -253,7 +253,7 @@ class ConfluentBroker:
 
     servers: str
     settings: Mapping[str, str]
-    replicas: int = -1  # of topics that are created; -1 as the brokers say
+    replicas: int = -1  # of topics that are created; -1: the default of the brokers
 
     def _configured(self, **more: Any) -> dict[str, Any]:
         return {"bootstrap.servers": self.servers, "log_level": 3, **self.settings, **more}

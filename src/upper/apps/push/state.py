@@ -1,7 +1,7 @@
 """What a target outside stores about itself: where it stands, how far writing went, and which keys it took.
 
 A target has no history to go back in: it holds one version of a key. When the source loses changes, the
-target must know which of its keys came from them. So each partition has a state with the keys of recent
+target must find the keys that came from them. So each partition has a state with the keys of recent
 changes; when these are many, the older ones are in a ring of slots:
 
     stood      everything up to this place is in the target
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Entries that left the state. The checksum tells whether the slot is the one that was named."""
+    """Entries that left the state. The checksum shows whether the slot is the one that was named."""
 
     number: int
     high: Seqno  # no entry is past it
@@ -138,7 +138,7 @@ class TargetState:
         if self.epoch >= MOST_EPOCHS:
             raise BadCheckpoint(
                 f"a partition of the target was repaired {self.epoch} times, which is as often as versions "
-                "can tell apart; begin again with a new target, or with another --name"
+                "can distinguish; begin again with a new target, or with another --name"
             )
         return replace(self, repair=point, epoch=self.epoch + 1)
 
@@ -210,14 +210,14 @@ def plan(
         if high <= stood and reach <= stood:
             return None
         if not stood and reach:
-            # From 0 the source would not say that it purged deletions of keys that are in the target already.
+            # From 0 the source would not report purged deletions of keys that are in the target already.
             return PartitionWork(partition, WorkMode.GO_ON, log, ResumePoints(log, (reach,)), high, reach)
         return PartitionWork(partition, WorkMode.GO_ON, log, state.stood, Seqno(max(high, stood)))
     why = f"histories part at {point}" if point < reach else "a repair was interrupted"
     point = Seqno(min(point, stood, point if state.repair is None else state.repair))
     if point < state.floor:
         return PartitionWork(partition, WorkMode.COMPARE, log, NOWHERE, high, ZERO, why)
-    # The source says whether it has every deletion past the point, which reading from 0 would not show.
+    # The source reports whether it has every deletion past the point; reading from 0 would not show it.
     start = ResumePoints(log, (point,)) if point else NOWHERE
     return PartitionWork(partition, WorkMode.REPAIR, log, start, high, point, why)
 

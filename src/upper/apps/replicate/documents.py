@@ -1,7 +1,7 @@
 """The keys of the documents in which a target that is a bucket stores its state.
 
 The documents of a partition are in that partition of the target, and are written before and after the changes
-they speak of. A failover of the target loses the end of a partition's history: first `stood`, then the
+they describe. A failover of the target loses the end of a partition's history: first `stood`, then the
 changes, then `reach`. So what is left is always a state from which replication goes on. For this a key gets
 a suffix that puts it into the partition.
 """

@@ -206,7 +206,7 @@ def _parquet_rows(source: IO[bytes]) -> Iterator[RawRow]:
     try:
         file = pq.ParquetFile(source)
     except pa.ArrowException as error:
-        raise InvalidArguments(f"this is no Parquet file: {str(error).splitlines()[0]}") from error
+        raise InvalidArguments(f"this is not a Parquet file: {str(error).splitlines()[0]}") from error
     number = 0
     for batch in file.iter_batches(READ_ROWS):
         for fields in batch.to_pylist():

@@ -86,7 +86,7 @@ def _documents(table: TypedTable, values: Sequence[bytes | None]) -> tuple[list[
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _at(document: Any, path: Sequence[str]) -> Any:
@@ -142,7 +142,7 @@ def shown(value: Any) -> str:
 
 def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise Misfit(f"{shown(value)} is no boolean")
+        raise Misfit(f"{shown(value)} is not a boolean")
     return value
 
 
@@ -151,7 +151,7 @@ def _integer(bits: int) -> Callable[[Any], int]:
 
     def take(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) or value != int(value):
-            raise Misfit(f"{shown(value)} is no integer")
+            raise Misfit(f"{shown(value)} is not an integer")
         if not -limit <= value < limit:
             raise Misfit(f"{shown(value)} does not fit {bits} bits")
         return int(value)
@@ -161,7 +161,7 @@ def _integer(bits: int) -> Callable[[Any], int]:
 
 def _double(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-        raise Misfit(f"{shown(value)} is no number")
+        raise Misfit(f"{shown(value)} is not a number")
     if isinstance(value, int) and abs(value) > WIDEST and int(_float(value)) != value:
         raise Misfit(f"{shown(value)} has more digits than a double")
     return _float(value)
@@ -185,7 +185,7 @@ def _decimal(kind: str) -> Callable[[Any], Decimal]:
 
     def take(value: Any) -> Decimal:
         if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, str)):
-            raise Misfit(f"{shown(value)} is no number")
+            raise Misfit(f"{shown(value)} is not a number")
         try:
             number = Decimal(value)
             if number.is_finite() and abs(number) < limit:
@@ -194,18 +194,18 @@ def _decimal(kind: str) -> Callable[[Any], Decimal]:
                     return fitting
         except InvalidOperation:
             pass
-        raise Misfit(f"{shown(value)} is no decimal({digits},{scale})")
+        raise Misfit(f"{shown(value)} is not a decimal({digits},{scale})")
 
     return take
 
 
 def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise Misfit(f"{shown(value)} is no string")
+        raise Misfit(f"{shown(value)} is not a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Misfit(f"{shown(value)} has half a character") from None
+        raise Misfit(f"{shown(value)} has an unpaired surrogate") from None
     return value
 
 
@@ -215,7 +215,7 @@ def _json(value: Any) -> str:
 
 
 def _digits(value: object) -> float:
-    """A decimal inside a document, which JSON's writer does not know."""
+    """A decimal inside a document, which JSON's writer does not support."""
     return float(str(value))
 
 
@@ -225,7 +225,7 @@ def _date(value: Any) -> date:
             return date.fromisoformat(value)
         except ValueError:
             pass
-    raise Misfit(f"{shown(value)} is no date such as 2026-01-31")
+    raise Misfit(f"{shown(value)} is not a date such as 2026-01-31")
 
 
 def _timestamp(value: Any) -> datetime:
@@ -236,7 +236,7 @@ def _timestamp(value: Any) -> datetime:
             return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
         except (ValueError, OverflowError):
             pass
-    raise Misfit(f"{shown(value)} is no time such as 2026-01-31T12:00:00Z")
+    raise Misfit(f"{shown(value)} is not a time such as 2026-01-31T12:00:00Z")
 
 
 def _epoch(kind: str) -> Callable[[Any], datetime]:
@@ -244,12 +244,12 @@ def _epoch(kind: str) -> Callable[[Any], datetime]:
 
     def take(value: Any) -> datetime:
         if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
-            raise Misfit(f"{shown(value)} is no number of time units since 1970")
+            raise Misfit(f"{shown(value)} is not a number of time units since 1970")
         seconds, micros = divmod(int(Decimal(value) * 1_000_000 / per_second), 1_000_000)
         try:
             return datetime.fromtimestamp(seconds, UTC).replace(microsecond=micros)
         except (ValueError, OverflowError, OSError):
-            raise Misfit(f"{shown(value)} is no time of this calendar") from None
+            raise Misfit(f"{shown(value)} is not a time of this calendar") from None
 
     return take
 
@@ -280,7 +280,7 @@ def _from_text(kind: str) -> Callable[[bytes], Any]:
         except Misfit:
             raise
         except (ValueError, RecursionError):
-            raise Misfit(f"the part {part!r} of the key is no {kind}") from None
+            raise Misfit(f"the part {part!r} of the key is not of the type {kind}") from None
 
     return read
 

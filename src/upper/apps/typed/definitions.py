@@ -156,7 +156,7 @@ def parse(text: str, *, where: str) -> list[TypedTable]:
 
 def _mapping(data: Any, what: str, known: set[str]) -> dict[str, Any]:
     if not isinstance(data, dict):
-        raise InvalidArguments(f"{what} is no list of names and values")
+        raise InvalidArguments(f"{what} is not a list of names and values")
     if unknown := [str(name) for name in data if name not in known]:
         raise InvalidArguments(
             f"{what} has an unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}"
@@ -231,7 +231,7 @@ def _kind(what: str, kind: Any) -> str:
         return text
     if text in ARROW:
         return text
-    raise InvalidArguments(f"{what}: {kind!r} is no type; use {', '.join(ARROW)} or decimal(p,s)")
+    raise InvalidArguments(f"{what}: {kind!r} is not a type; use {', '.join(ARROW)} or decimal(p,s)")
 
 
 # ── Changing a definition ─────────────────────────────────────────────────────────────────────────────

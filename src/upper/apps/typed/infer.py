@@ -102,7 +102,7 @@ def propose(items: Iterable[tuple[bytes, bytes]]) -> list[tuple[TypedTable, Seen
 def _members(
     document: Mapping[str, Any], above: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The members of an object, and of the objects in it. A null says nothing about a type."""
+    """The members of an object, and of the objects in it. A null does not determine a type."""
     for name, value in document.items():
         path = (*above, name)
         if isinstance(value, dict) and value and len(path) < LEVELS:

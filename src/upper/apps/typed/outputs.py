@@ -36,7 +36,7 @@ from upper.apps.typed.definitions import REJECTED, TypedTable, load, table_of
 from upper.apps.typed.versions import VersionRows
 from upper.model.values import Partition, Seqno
 
-DEFINITION = "definition"  # what a commit says about the rows of its table
+DEFINITION = "definition"  # what a commit states about the rows of its table
 
 
 class TypedOutput(DerivedTable):

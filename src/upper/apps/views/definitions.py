@@ -34,7 +34,7 @@ class ViewDefinition:
 
     @property
     def identity(self) -> str:
-        """What a table says of the view that it belongs to."""
+        """The view that a table belongs to, as the table states it."""
         made = f"{self.sql}\n{self.shape}".encode()
         return blake2b(made, digest_size=16).hexdigest()
 

@@ -180,7 +180,7 @@ def _check_names(names: Sequence[str]) -> None:
         if UNNAMEABLE.search(name):
             raise InvalidArguments(f"Delta has no column {name!r}; name it with AS")
         if name.lower() in taken:
-            raise InvalidArguments(f"the column {name!r} is taken or there twice; name it otherwise with AS")
+            raise InvalidArguments(f"the column {name!r} is reserved or occurs twice; rename it with AS")
         taken.add(name.lower())
 
 

@@ -204,7 +204,7 @@ class EtcdStore:
 
     def _authenticate(self, connection: HTTPConnection) -> None:
         user, password = self._login
-        self._token = ""  # etcd refuses a login that comes with a token which it does not know
+        self._token = ""  # etcd refuses a login that comes with a token which it has not issued
         response = self._send(connection, "/v3/auth/authenticate", {"name": user, "password": password})
         body = _body(response)
         if response.status != 200:

@@ -28,7 +28,7 @@ def count(call: Call) -> Reply:
     item = call.store.read(call.key)
     if item is None:
         if expiration == NEVER_CREATE:
-            raise KeyNotFound("there is no such counter, and none was to be made")
+            raise KeyNotFound("there is no such counter, and the request does not create one")
         number, flags, expires = initial, 0, deadline(call, expiration)
     else:
         number, flags, expires = _counted(call, item.value, delta), item.flags, item.expiration

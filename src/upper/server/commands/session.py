@@ -96,7 +96,7 @@ async def authenticate(call: Call) -> Reply:
     if mechanism not in HASHES:
         raise NotSupported(f"there is no mechanism {mechanism!r} here; use one of {', '.join(MECHANISMS)}")
     if call.node.users is None:
-        raise NotSupported("this node has no users: everybody may do everything, without a login")
+        raise NotSupported("this node has no users: every client may do everything without a login")
     connection.scram = Scram(mechanism, call.node.users, nonce=secrets.token_urlsafe(18))
     return _scram_step(call)
 
@@ -114,7 +114,7 @@ async def _plain(call: Call) -> Reply:
     name, password = plain_credentials(call.value)
     users = call.node.users
     if users is None:
-        return Reply(value=b"Authenticated")  # everybody may do everything: there is nothing to prove
+        return Reply(value=b"Authenticated")  # without users every client may do everything
     try:
         user = await call.node.passwords.check(users, call.connection.host, name, password)
     except AuthenticationFailed:
