@@ -174,6 +174,7 @@ class ModelReading:
                 "partition": held.id, "seqno": op.seqno, "branch": branch, "operation": op.operation,
                 "key": op.key, "value": op.value, "revision": op.revision, "cas": op.cas, "flags": 0,
                 "expiration": 0, "lock_time": 0, "changed_at": op.cas * 1_000_000, "data_type": 0,
+                "xattrs": None if op.value is None else f'{{"rev":{op.revision}}}',
             }
             for op in ops
         ]  # fmt: skip

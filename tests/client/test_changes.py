@@ -81,6 +81,7 @@ def test_columns_show_what_events_show(bucket: Bucket) -> None:
             "expiration": getattr(e, "expiration", 0),
             "lock_time": 0,
             "data_type": getattr(e, "data_type", 0),
+            "xattrs": None,
         }
         for e in events
     ]

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel.packets import EXPIRATION, FLUSH, change, changes, numbers, other_packets, packet
+from tests.kernel.packets import (
+    EXPIRATION,
+    FLUSH,
+    change,
+    changes,
+    dcp_changes,
+    numbers,
+    other_packets,
+    packet,
+)
 from upper.errors import BadLength, BadMagic, RemoteProtocolError, Truncated
 
 pa = pytest.importorskip("pyarrow", reason="the arrow extra is not installed")
@@ -45,6 +54,7 @@ def expected_row(record: bytes, branches: array[int]) -> dict[str, object]:
         "expiration": signed(number(44, 4), 32) if live else 0,
         "lock_time": signed(number(48, 4), 32) if live else 0,
         "data_type": record[5],
+        "xattrs": None,
     }
 
 
@@ -70,6 +80,7 @@ def test_the_schema_is_the_one_that_spark_takes(kernel: ModuleType) -> None:
             "lock_time": pa.int32(),
             "changed_at": pa.timestamp("us", tz="UTC"),
             "data_type": pa.int32(),
+            "xattrs": pa.string(),
         }
     )
     assert all(field.nullable for field in batch.schema)
@@ -85,6 +96,42 @@ def test_every_change_is_a_row_and_nothing_else_is(
     batch.validate(full=True)
     found = [part for part in parts if part[0] == 0x80 and 0x56 <= part[1] <= 0x58]
     assert rows(batch) == [expected_row(part, branches) for part in found]
+
+
+@given(
+    parts=st.lists(
+        dcp_changes() | other_packets().filter(lambda other: other[1] != FLUSH), max_size=20
+    ),  # DCP has UPR's number of FLUSH for expirations
+    padding=st.integers(0, 3),
+)
+def test_the_columns_of_dcp_are_those_of_the_records_that_it_carries(
+    kernel: ModuleType, parts: list[bytes], padding: int
+) -> None:
+    branches = numbers(1, ALL_ONES, 1 << 63, 0)
+    data = b"#" * padding + b"".join(parts) + b"#" * padding
+    batch = kernel.to_arrow(data, padding, len(data) - padding, branches, dcp=True)
+    batch.validate(full=True)
+    records = kernel.records(data, padding, len(data) - padding, dcp=True)
+    assert rows(batch) == [expected_row(record, branches) for record in records]
+    row, at, marked = 0, padding, []
+    for part in parts:
+        if part[0] == 0x80 and 0x57 <= part[1] <= 0x59:
+            if part[5] & 4:
+                marked.append((row, at))
+            row += 1
+        at += len(part)
+    assert kernel.attributed(data, padding, len(data) - padding) == marked
+
+
+def test_metadata_that_is_longer_than_its_change_is_refused(kernel: ModuleType) -> None:
+    good = packet(0x57, extras=bytes(31), key=b"a", value=b"1")
+    bad = packet(0x57, extras=bytes(28) + b"\0\2" + bytes(1), key=b"a", value=b"1")
+    with pytest.raises(Truncated) as refusal:
+        kernel.to_arrow(good + bad, 0, len(good + bad), numbers(7), dcp=True)
+    assert refusal.value.at == len(good)
+    with pytest.raises(Truncated) as refusal:
+        kernel.attributed(good + bad, 0, len(good + bad) - 1)
+    assert refusal.value.at == len(good)
 
 
 def test_numbers_keep_all_their_bits(kernel: ModuleType) -> None:

@@ -318,7 +318,7 @@ def test_a_schema_of_the_query_is_the_one_of_the_source_or_an_error() -> None:
         ("operation", StringType()), ("key", BinaryType()), ("value", BinaryType()),
         ("revision", LongType()), ("cas", LongType()),
         ("flags", IntegerType()), ("expiration", IntegerType()), ("lock_time", IntegerType()),
-        ("changed_at", TimestampType()), ("data_type", IntegerType()),
+        ("changed_at", TimestampType()), ("data_type", IntegerType()), ("xattrs", StringType()),
     )]  # fmt: skip
     ValueForms().check(StructType(columns))
     with pytest.raises(InvalidArguments, match="the source has the columns partition, seqno"):

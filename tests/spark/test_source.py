@@ -12,7 +12,9 @@ import pytest
 
 import upper
 import upper.spark
+from tests.client.test_xattrs import write_documents
 from tests.nodes import Node
+from tests.server.inside import Running
 from upper.client.bucket import Bucket
 
 if TYPE_CHECKING:
@@ -56,13 +58,23 @@ def test_a_batch_has_every_change_and_its_columns(spark: SparkSession, node: Nod
     frame = changes(spark, node)
     assert frame.schema.simpleString() == (
         "struct<partition:int,seqno:bigint,branch:bigint,operation:string,key:binary,value:binary,"
-        "revision:bigint,cas:bigint,flags:int,expiration:int,lock_time:int,changed_at:timestamp,data_type:int>"
+        "revision:bigint,cas:bigint,flags:int,expiration:int,lock_time:int,changed_at:timestamp,data_type:int,"
+        "xattrs:string>"
     )
     rows = frame.collect()
     assert len(rows) == 500
     assert live(rows) == {b"k%d" % i: b"\xff%d" % i for i in range(100, 500)}
     assert {row["operation"] for row in rows} == {"mutation", "deletion"}
     assert frame.rdd.getNumPartitions() == 4
+
+
+def test_extended_attributes_are_a_column_beside_the_document(spark: SparkSession, tmp_path: Path) -> None:
+    with Running(tmp_path / "data") as running:
+        write_documents(running)
+        url = f"couchbase://127.0.0.1:{running.port}/default"
+        frame = spark.read.format("upr").options(url=url, keyType="string", valueType="string").load()
+        rows = frame.selectExpr("key", "value", "get_json_object(xattrs, '$._sync.rev') as rev").collect()
+    assert sorted(map(tuple, rows)) == [("with", '{"a": 1}', "1-ab"), ("without", "{}", None)]
 
 
 def test_options_choose_rows_and_shape_keys_and_values(spark: SparkSession, node: Node) -> None:

@@ -32,9 +32,10 @@ from upper.model.messages import (
 from upper.model.values import Partition, Seqno
 from upper.record.change import packet_end
 from upper.record.layout import AT_CAS, AT_OPAQUE, AT_OPCODE, REQUEST, U32
-from upper.wire.codes import Side
+from upper.wire.codes import DataType, Side
 from upper.wire.table import Dialect
 from upper.wire.upr import UPR
+from upper.wire.xattrs import as_json, split
 
 if TYPE_CHECKING:
     import pyarrow
@@ -91,6 +92,7 @@ class ColumnDecoder:
     def __init__(self, follower: Follower) -> None:
         self._follower = follower
         self._shipped = follower.dialect.shipped_records
+        follower.with_xattrs = True
         self._opcodes = _Opcodes.of(follower.dialect)
         slots = max(follower.consumers, default=0) + 1
         # By opaque: the last seqno that the kernel found and the consumer has not counted; 0 for none.
@@ -231,13 +233,36 @@ class ColumnDecoder:
         return pa.RecordBatch.from_arrays(arrays, schema=change_schema())
 
     def _decoded(self, data: bytes, start: int, end: int) -> Iterator[pyarrow.RecordBatch]:
-        if self._shipped:
-            data = b"".join(kernel.records(data, start, end, dcp=True))
-            start, end = 0, len(data)
-        batch = kernel.to_arrow(data, start, end, self._branches)
+        batch = kernel.to_arrow(data, start, end, self._branches, dcp=self._shipped)
+        if self._shipped and (found := kernel.attributed(data, start, end)):
+            batch = self._with_attributes(batch, data, found)
         if batch.num_rows:
             self.rows += batch.num_rows
             yield batch
+
+    def _with_attributes(
+        self, batch: pyarrow.RecordBatch, data: bytes, found: list[tuple[int, int]]
+    ) -> pyarrow.RecordBatch:
+        """The batch with the extended attributes of these rows in a column, and not in front of the value.
+
+        A deletion may have them too.
+        """
+        import pyarrow as pa
+
+        names = ("value", "data_type", "xattrs")
+        values, kinds, attributes = (batch.column(name).to_pylist() for name in names)
+        for row, at in found:
+            message = self._follower.dialect.decode(data[at : packet_end(data, at)], by=Side.SERVER)
+            assert isinstance(message, messages.Change)
+            own, document = split(message.value)
+            attributes[row] = as_json(own)
+            if isinstance(message, messages.MutationMessage):
+                values[row], kinds[row] = document, kinds[row] & ~DataType.XATTR
+        for name, column in zip(names, (values, kinds, attributes), strict=True):
+            number = batch.schema.get_field_index(name)
+            field = batch.schema.field(number)
+            batch = batch.set_column(number, field, pa.array(column, field.type))
+        return batch
 
     def _marker(self, opcode: int, opaque: int) -> None:
         consumer = self._follower.consumers.get(Partition(opaque))

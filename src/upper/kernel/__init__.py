@@ -35,6 +35,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         Table,
         acknowledge,
         apply,
+        attributed,
         columns,
         covered,
         events,
@@ -64,6 +65,7 @@ else:
             Table,
             acknowledge,
             apply,
+            attributed,
             columns,
             covered,
             events,
@@ -94,6 +96,7 @@ else:
             Table,
             acknowledge,
             apply,
+            attributed,
             columns,
             covered,
             events,
@@ -140,6 +143,7 @@ __all__ = [
     # columns
     "columns",
     "to_arrow",
+    "attributed",
     # of streams in `apply`
     "BETWEEN",
     "INSIDE",

@@ -26,17 +26,26 @@ cdef object space(Py_ssize_t size, void **where):
     return made
 
 
-cdef void fill(const uint8_t *p, const uint8_t *end, const uint64_t *branches, Buffers *to) noexcept:
+cdef inline Py_ssize_t value_length(const uint8_t *p, const uint8_t *past, const uint8_t *value, bint dcp) noexcept:
+    """Of a mutation. In DCP metadata may follow the value; a negative length is a packet that is not sound."""
+    return past - value - (get16(p + AT_DCP_META) if dcp else 0)
+
+
+cdef void fill(
+    const uint8_t *p, const uint8_t *end, const uint64_t *branches, bint dcp, Buffers *to
+) noexcept:
     """Every change between `p` and `end`, counted and checked before, goes to its place in each column."""
-    cdef Py_ssize_t row = 0, size, klen
+    cdef Py_ssize_t row = 0, size, klen, vlen
     cdef int32_t names = 0, keys = 0, values = 0
-    cdef int width
+    cdef int width, opcode
     cdef const uint8_t *key
     to.name_ends[0] = to.key_ends[0] = to.value_ends[0] = 0
     while p < end:
         size = HEADER_SIZE + <Py_ssize_t> get32(p + AT_BODY)
-        if p[0] == REQUEST and MUTATION <= p[AT_OPCODE] <= EXPIRATION:
+        opcode = p[AT_OPCODE] - dcp
+        if p[0] == REQUEST and MUTATION <= opcode <= EXPIRATION:
             klen = get16(p + AT_KEY_LENGTH)
+            key = p + HEADER_SIZE + p[AT_EXTRAS_LENGTH]
             to.partition[row] = get16(p + AT_PARTITION)
             to.branch[row] = branches[get16(p + AT_PARTITION)]
             to.cas[row] = get64(p + AT_CAS)
@@ -44,22 +53,23 @@ cdef void fill(const uint8_t *p, const uint8_t *end, const uint64_t *branches, B
             to.seqno[row] = get64(p + AT_SEQNO)
             to.revision[row] = get64(p + AT_REVISION)
             to.data_type[row] = p[AT_DATA_TYPE]
-            if p[AT_OPCODE] == MUTATION:
-                key = p + MUTATION_HEAD
+            if opcode == MUTATION:
                 to.flags[row] = get32(p + AT_FLAGS)
                 to.expiration[row] = get32(p + AT_EXPIRATION)
                 to.lock_time[row] = get32(p + AT_LOCK_TIME)
-                memcpy(to.values + values, key + klen, size - MUTATION_HEAD - klen)
-                values += <int32_t> (size - MUTATION_HEAD - klen)
+                vlen = value_length(p, p + size, key + klen, dcp)
+                memcpy(to.values + values, key + klen, vlen)
+                values += <int32_t> vlen
                 if to.validity != NULL:
                     to.validity[row >> 3] |= 1 << (row & 7)
             else:
-                key = p + DELETION_HEAD
+                if dcp:
+                    to.data_type[row] = 0  # it describes what a deletion may bring, which has no column here
                 to.flags[row] = to.expiration[row] = to.lock_time[row] = 0
             memcpy(to.keys + keys, key, klen)
             keys += <int32_t> klen
-            width = 10 if p[AT_OPCODE] == EXPIRATION else 8
-            memcpy(to.names + names, OPERATION[p[AT_OPCODE] - MUTATION], width)
+            width = 10 if opcode == EXPIRATION else 8
+            memcpy(to.names + names, OPERATION[opcode - MUTATION], width)
             names += width
             row += 1
             to.name_ends[row], to.key_ends[row], to.value_ends[row] = names, keys, values
@@ -69,11 +79,11 @@ cdef const char *OPERATION[3]
 OPERATION[0], OPERATION[1], OPERATION[2] = b"mutation", b"deletion", b"expiration"
 
 
-def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
+def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False):
     cdef Py_buffer view, known
     cdef Buffers to
     cdef const uint8_t *base
-    cdef Py_ssize_t at, past, rows = 0, keys = 0, values = 0, names = 0, count, klen
+    cdef Py_ssize_t at, past, rows = 0, keys = 0, values = 0, names = 0, count, klen, vlen
     cdef int opcode = 0
     cdef bint nulls = False
     cdef dict made
@@ -86,7 +96,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
             # Count and check first: what is allocated below is what was counted here.
             at = start
             while True:
-                past = packet(base, at, end, MAX_RANGE, False, &opcode)
+                past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
                 if past == 0:
                     break
                 if opcode >= 0:
@@ -97,7 +107,12 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                     keys += klen
                     names += 10 if opcode == EXPIRATION else 8
                     if opcode == MUTATION:
-                        values += past - at - MUTATION_HEAD - klen
+                        vlen = value_length(
+                            base + at, base + past, base + at + HEADER_SIZE + base[at + AT_EXTRAS_LENGTH] + klen, dcp
+                        )
+                        if vlen < 0:
+                            raise packets.truncated(at)
+                        values += vlen
                     else:
                         nulls = True
                 at = past
@@ -128,7 +143,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
                 memset(to.validity, 0, (rows + 7) // 8)
             else:
                 to.validity = NULL
-            fill(base + start, base + end, <const uint64_t *> known.buf, &to)
+            fill(base + start, base + end, <const uint64_t *> known.buf, dcp, &to)
         finally:
             PyBuffer_Release(&known)
     finally:
@@ -136,5 +151,31 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches):
     return rows, made
 
 
-def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches):
-    return arrow.batch(*columns(data, start, end, branches))
+def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False):
+    return arrow.batch(*columns(data, start, end, branches, dcp=dcp))
+
+
+def attributed(data, Py_ssize_t start, Py_ssize_t end):
+    cdef Py_buffer view
+    cdef const uint8_t *base
+    cdef Py_ssize_t at = start, past, row = 0
+    cdef int opcode = 0
+    cdef list found = []
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        within(start, end, view.len)
+        base = <const uint8_t *> view.buf
+        while True:
+            past = packet(base, at, end, MAX_RANGE, True, &opcode)
+            if past == 0:
+                break
+            if opcode >= 0:
+                if base[at + AT_DATA_TYPE] & XATTR:
+                    found.append((row, at))
+                row += 1
+            at = past
+        if at != end:
+            raise packets.truncated(at)
+    finally:
+        PyBuffer_Release(&view)
+    return found

@@ -6,6 +6,7 @@ from upper.kernel.plain import RecordView as RecordView
 from upper.kernel.plain import Table as Table
 from upper.kernel.plain import acknowledge as acknowledge
 from upper.kernel.plain import apply as apply
+from upper.kernel.plain import attributed as attributed
 from upper.kernel.plain import columns as columns
 from upper.kernel.plain import covered as covered
 from upper.kernel.plain import events as events

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @cache
 def schema() -> pyarrow.Schema:
-    """One row a change. The client adds rows with the operations `flush` and `rollback`."""
+    """One row a change. The client fills `xattrs`, and adds rows of the operations `flush` and `rollback`."""
     import pyarrow as pa
 
     return pa.schema(
@@ -38,6 +38,7 @@ def schema() -> pyarrow.Schema:
             ("lock_time", pa.int32()),
             ("changed_at", pa.timestamp("us", tz="UTC")),
             ("data_type", pa.int32()),
+            ("xattrs", pa.string()),  # of Couchbase, as one JSON object; null for none
         ]
     )
 
@@ -50,6 +51,8 @@ def batch(rows: int, columns: Columns) -> pyarrow.RecordBatch:
         pa.Array.from_buffers(
             field.type, rows, [None if part is None else pa.py_buffer(part) for part in columns[field.name]]
         )
+        if field.name in columns
+        else pa.nulls(rows, field.type)
         for field in schema()
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema())
@@ -139,6 +142,7 @@ def gather(
         column if isinstance(column, pa.Array) else pa.array(column).cast(fields.field(name).type)
         for name, column in columns.items()
     ]
+    arrays += [pa.nulls(len(at), field.type) for field in list(fields)[len(arrays) :]]
     return pa.RecordBatch.from_arrays(arrays, schema=fields)
 
 

@@ -23,6 +23,7 @@ from upper.kernel.packets import (
     within,
 )
 from upper.kernel.plain_apply import apply as apply
+from upper.kernel.plain_columns import attributed as attributed
 from upper.kernel.plain_columns import columns as columns
 from upper.kernel.plain_columns import to_arrow as to_arrow
 from upper.kernel.plain_events import events as events

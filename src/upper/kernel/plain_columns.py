@@ -16,8 +16,10 @@ from upper.kernel.packets import (
     flat,
     no_branch,
     numbers,
+    solid,
+    within,
 )
-from upper.kernel.plain_scan import whole
+from upper.kernel.plain_scan import records, whole
 from upper.record.layout import (
     AT_BODY,
     AT_DATA_TYPE,
@@ -28,19 +30,21 @@ from upper.record.layout import (
     TAIL,
     U32,
 )
+from upper.wire.codes import DataType
 
 if TYPE_CHECKING:
     import pyarrow
 
 
-def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[int, Columns]:
+def columns(
+    data: Buffer, start: int, end: int, branches: array[int], *, dcp: bool = False
+) -> tuple[int, Columns]:
     """The changes between `start` and `end` as (rows, the buffers of each column); other packets are skipped.
 
     The range holds whole packets, as `scan` found them; `branches` is an array("Q"), the branch of each
     partition. Unsigned 64- and 32-bit numbers keep their bits and are read as signed ones.
     """
-    data = flat(data)
-    check_range(start, end, len(data))
+    data, start, end = _stored(data, start, end, dcp)
     numbers(branches)
     partition, expiration, flags, lock_time = array("i"), array("I"), array("I"), array("I")
     data_type = array("i")
@@ -95,12 +99,31 @@ def columns(data: Buffer, start: int, end: int, branches: array[int]) -> tuple[i
     }
 
 
-def to_arrow(data: Buffer, start: int, end: int, branches: array[int]) -> pyarrow.RecordBatch:
+def _stored(data: Buffer, start: int, end: int, dcp: bool) -> tuple[Buffer, int, int]:
+    """A range of packets with changes in the form in which records are stored."""
+    data = flat(data)
+    check_range(start, end, len(data))
+    if not dcp:
+        return data, start, end
+    data = b"".join(records(data, start, end, dcp=True))
+    return data, 0, len(data)
+
+
+def attributed(data: Buffer, start: int, end: int) -> list[tuple[int, int]]:
+    """The changes of DCP with extended attributes: the row of each in `columns`, and its offset."""
+    data = solid(data)
+    within(start, end, len(data))
+    packets = enumerate(whole(data, start, end, dcp=True))
+    return [(row, at) for row, (at, *_) in packets if data[at + AT_DATA_TYPE] & DataType.XATTR]
+
+
+def to_arrow(
+    data: Buffer, start: int, end: int, branches: array[int], *, dcp: bool = False
+) -> pyarrow.RecordBatch:
     """The same as a pyarrow.RecordBatch; the schema is `upper.kernel.arrow.schema()`."""
     from upper.kernel import arrow
 
-    data = flat(data)
-    check_range(start, end, len(data))
+    data, start, end = _stored(data, start, end, dcp)
     numbers(branches)
     try:
         import numpy  # noqa: F401

@@ -26,7 +26,8 @@ from upper.errors import InvalidArguments
 
 SPARK_COLUMNS = (
     "partition int, seqno long, branch long, operation string, key binary, value binary, "
-    "revision long, cas long, flags int, expiration int, lock_time int, changed_at timestamp, data_type int"
+    "revision long, cas long, flags int, expiration int, lock_time int, changed_at timestamp, data_type int, "
+    "xattrs string"
 )
 
 Form: TypeAlias = Literal["binary", "string", "json"]

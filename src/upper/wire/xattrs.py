@@ -6,6 +6,9 @@ zero byte. The document follows.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from upper.errors import BadLength
 from upper.record.layout import U32
 
@@ -26,6 +29,28 @@ def split(value: bytes) -> tuple[dict[str, bytes], bytes]:
         found[name.decode(errors="replace")] = content[:-1]
         at += length
     return found, value[end:]
+
+
+def as_json(attributes: Mapping[str, bytes]) -> str:
+    """The attributes as one JSON object.
+
+    Couchbase stores JSON only, which is kept as it came. The bytes of anything else become a JSON string.
+    """
+    pairs = (f"{json.dumps(name)}:{_content(content)}" for name, content in attributes.items())
+    return "{" + ",".join(pairs) + "}"
+
+
+def _content(content: bytes) -> str:
+    try:
+        text = content.decode()
+        json.loads(text, parse_constant=_reject)
+    except (ValueError, RecursionError):
+        return json.dumps(content.decode(errors="replace"))
+    return text
+
+
+def _reject(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _number(value: bytes, at: int) -> int:
