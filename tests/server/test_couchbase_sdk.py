@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tests.server.certificate as certificates
 import upper
 from tests.nodes import Node
 from upper.server.auth import Role, User, Users, save_users
@@ -71,6 +73,23 @@ def collection(served: Node) -> Iterator[Any]:
 def test_a_wrong_password_is_refused(served: Node) -> None:
     with pytest.raises((AuthenticationException, UnAmbiguousTimeoutException)):
         connected(served, "wrong", timedelta(seconds=2)).bucket("default")
+
+
+def test_over_tls_documents_are_written_and_read(tmp_path: Path) -> None:
+    """PLAIN without asking first, and the ports that the map names for TLS."""
+    certificate, key = certificates.made(tmp_path)
+    save_users(tmp_path / "users.json", Users({"ann": User.new("ann", PASSWORD, Role.everything())}))
+    options = ("--users", str(tmp_path / "users.json"), "--tls-cert", str(certificate), "--tls-key", str(key))
+    login = PasswordAuthenticator("ann", PASSWORD, cert_path=str(certificate))
+    limits = ClusterTimeoutOptions(bootstrap_timeout=SECONDS, connect_timeout=SECONDS, kv_timeout=SECONDS)
+    with Node(tmp_path / "data", *options, partitions=64) as node:
+        cluster = Cluster(
+            f"couchbases://127.0.0.1:{node.port}", ClusterOptions(login, timeout_options=limits)
+        )
+        collection = cluster.bucket("default").default_collection()
+        assert collection.upsert_multi({f"doc-{n}": {"n": n} for n in range(100)}).all_ok
+        assert all(collection.get(f"doc-{n}").content_as[dict] == {"n": n} for n in range(100))
+        cluster.close()
 
 
 def test_documents_are_written_read_replaced_and_removed(collection: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import tests.server.certificate as certificates
 import upper
 from tests.cluster.running import PATIENCE, RunningCluster
 from tests.nodes import Node
@@ -153,6 +154,24 @@ def test_a_million_items_are_drained(served: Served, bucket: Bucket) -> None:
         bucket.set_many((f"k{n}", "some value of thirty-two bytes..") for n in range(start, start + 100_000))
     found = served.consume()
     assert found["count"] == 1_000_000
+
+
+def test_over_tls_every_change_arrives_and_none_again(tmp_path: Path, program: Path) -> None:
+    certificate, key = certificates.made(tmp_path)
+    save_users(tmp_path / "users.json", Users({"ann": User.new("ann", PASSWORD, Role.everything())}))
+    options = ("--users", str(tmp_path / "users.json"), "--tls-cert", str(certificate), "--tls-key", str(key))
+    with Node(tmp_path / "data", *options, partitions=64) as node:
+        served = Served(node, program, partitions=64)
+        url = f"couchbases://ann@127.0.0.1:{node.port}/default?ca={certificate}"
+        with upper.connect(url, password=PASSWORD) as bucket:
+            bucket.set_many((f"k{n}", "v") for n in range(2000))
+            found = served.consume(None, "-list", "-ca", str(certificate))
+            assert {change["key"] for change in found["changes"]} == {f"k{n}" for n in range(2000)}
+            bucket.delete("k5")
+            again = served.consume(found["positions"], "-list", "-ca", str(certificate))
+            assert [(change["key"], change["operation"]) for change in again["changes"]] == [
+                ("k5", "deletion")
+            ]
 
 
 def test_a_cluster_is_followed_over_a_failover_and_a_rebalance(tmp_path: Path, program: Path) -> None:

@@ -6,6 +6,7 @@
 package main
 
 import (
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -180,6 +181,7 @@ func main() {
 	list := flag.Bool("list", false, "print every change")
 	limit := flag.Int("limit", 0, "leave after this many changes, wherever that is")
 	buffer := flag.Int("buffer", 0, "bytes of the flow-control window")
+	ca := flag.String("ca", "", "over TLS, with this certificate as the only authority")
 	flag.Parse()
 	stood := map[string]*position{}
 	if err := json.NewDecoder(os.Stdin).Decode(&stood); err != nil {
@@ -196,6 +198,18 @@ func main() {
 		DCPConfig: gocbcore.DCPConfig{
 			UseExpiryOpcode: true, BufferSize: *buffer, AgentPriority: gocbcore.DcpAgentPriorityHigh,
 		},
+	}
+	if *ca != "" {
+		certificate, err := os.ReadFile(*ca)
+		if err != nil {
+			fail("certificate", err)
+		}
+		authorities := x509.NewCertPool()
+		if !authorities.AppendCertsFromPEM(certificate) {
+			fail("certificate", errors.New("the file has none"))
+		}
+		config.SecurityConfig.UseTLS = true
+		config.SecurityConfig.TLSRootCAProvider = func() *x509.CertPool { return authorities }
 	}
 	agent, err := gocbcore.CreateDcpAgent(&config, fmt.Sprintf("test-%d", os.Getpid()), memd.DcpOpenFlagProducer)
 	if err != nil {
