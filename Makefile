@@ -17,8 +17,9 @@ INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 KERNEL := $(wildcard src/upper/kernel/*.pyx src/upper/kernel/*.pxi src/upper/kernel/*.h)
 CHECKED = $(wildcard src tests examples bench demo tools)
-# Three at a time, because much of it waits; each file in one process, so that what a file shares is made once.
-PYTEST_ARGS ?= -n 3 --dist loadfile
+# Four at a time, because much of it waits; each file in one process, so that what a file shares is made once.
+# Files keep the order of tests/conftest.py, slow ones first; pytest-xdist would sort them by their number of tests.
+PYTEST_ARGS ?= -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo venv kernel sanitize test quick soak check bench format clean
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -31,6 +32,13 @@ Say: TypeAlias = Callable[[str], None]
 def say(record_property: Callable[[str, object], None]) -> Say:
     """Puts a line into the log of every test run, wherever the test ran: how much was tried, what it cost."""
     return lambda line: record_property("said", line)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests go first, so that at the end of a run no worker waits long for the others."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    spark = Counter(item.path for item in items if item.get_closest_marker("spark"))
+    items.sort(key=lambda item: slow[item.path] + spark[item.path], reverse=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
