@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
     @property
     def port(self) -> int:
-        return int(self.active.said["port"])
+        return int(self.active.facts["port"])
 
     def cpu(self) -> float:
         return sum(cpu(one.pid) for one in (self.active, self.replica) if one is not None)
@@ -56,7 +56,7 @@ class Running:
             text=True,
         )
         self.pid = self._process.pid
-        self.said = self._answer()
+        self.facts = self._answer()
 
     def ask(self, word: str) -> dict[str, Any]:
         self._pipe(self._process.stdin).write(word + "\n")
@@ -87,7 +87,7 @@ def pair(*, replicas: int = 1, acknowledge: str = "in-sync") -> Iterator[Pair]:
         replica = None
         try:
             if replicas:
-                replica = Running("replica", str(directory / "b"), f"127.0.0.1:{active.said['port']}", "0")
+                replica = Running("replica", str(directory / "b"), f"127.0.0.1:{active.facts['port']}", "0")
                 active.ask("joined")
             yield Pair(active, replica)
         finally:
@@ -169,11 +169,11 @@ def fill(quick: bool) -> Iterator[Row]:
     with scratch() as directory:
         active = Running("active", str(directory / "a"), "local", "0")
         try:
-            load("write", int(active.said["port"]), c=8, d=100, n=items // 8)
-            address = f"127.0.0.1:{active.said['port']}"
+            load("write", int(active.facts["port"]), c=8, d=100, n=items // 8)
+            address = f"127.0.0.1:{active.facts['port']}"
             replica = Running("replica", str(directory / "b"), address, str(items))
             replica.stop()
-            took, count = replica.said["seconds"], replica.said["items"]
+            took, count = replica.facts["seconds"], replica.facts["items"]
         finally:
             active.stop()
     assert count == items, f"the replica has {count} items of {items}"
@@ -192,15 +192,15 @@ class LagSamples:
         self._waiting: deque[tuple[Partition, int, float]] = deque()
         self._acknowledged = member.replication.acknowledged
         member.bucket.subscribe(self._written, written=True)
-        member.replication.acknowledged = self._heard  # type: ignore[method-assign, assignment]
+        member.replication.acknowledged = self._on_acknowledged  # type: ignore[method-assign, assignment]
 
     def _written(self, commit: Commit) -> None:
         now = time.perf_counter()
         for number in kernel.group(commit.records):
             self._waiting.append((Partition(number), self._stores[number].written, now))
 
-    def _heard(self, *said: Any) -> None:
-        self._acknowledged(*said)
+    def _on_acknowledged(self, *facts: Any) -> None:
+        self._acknowledged(*facts)
         now = time.perf_counter()
         while self._waiting and self._copies[self._waiting[0][0]].held(REPLICA) >= self._waiting[0][1]:
             self.samples.append(now - self._waiting.popleft()[2])
@@ -213,7 +213,7 @@ async def commands() -> asyncio.StreamReader:
     return reader
 
 
-def say(**facts: object) -> None:
+def print_facts(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
@@ -229,7 +229,7 @@ async def serve_active(path: str, acknowledge: str, replicas: int) -> None:
         member.replication.activate(partition, NO_BRANCH)
         member.copies[partition] = ActiveCopy(ACTIVE, mine, Seqno(0), settings)
         member.replication.changed(partition)
-    say(port=member.node.port)
+    print_facts(port=member.node.port)
     reader = await commands()
     while line := await reader.readline():
         copies = member.copies.values()
@@ -237,11 +237,11 @@ async def serve_active(path: str, acknowledge: str, replicas: int) -> None:
             while not all(copy.held(REPLICA) >= copy.durable and copy.ready for copy in copies):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)
-            say()
+            print_facts()
         else:
             assert lag is not None
             times = sorted(lag.samples)
-            say(p99=times[len(times) * 99 // 100] if times else 0.0, count=len(times))
+            print_facts(p99=times[len(times) * 99 // 100] if times else 0.0, count=len(times))
             lag.samples.clear()
     await member.stop()
 
@@ -256,7 +256,7 @@ async def serve_replica(path: str, address: str, items: int) -> None:
     while len(link.accepted) < PARTITIONS or sum(store.count for store in stores) < items:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     await member.bucket.saved()
-    say(seconds=time.perf_counter() - began, items=sum(store.count for store in stores))
+    print_facts(seconds=time.perf_counter() - began, items=sum(store.count for store in stores))
     await (await commands()).read()
     await member.stop()
 

@@ -136,8 +136,8 @@ def run(*arguments: str, check: bool = True) -> str:
         [sys.executable, "-m", "upper", *arguments], capture_output=True, text=True, timeout=300
     )
     if done.returncode and check:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise Trouble(f"`upper {' '.join(arguments)}` ended with {done.returncode}: {said}")
+        printed = done.stderr.strip() or done.stdout.strip()
+        raise Trouble(f"`upper {' '.join(arguments)}` ended with {done.returncode}: {printed}")
     return done.stdout.rstrip()
 
 

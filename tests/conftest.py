@@ -25,13 +25,13 @@ settings.load_profile(os.environ.get("UPPER_HYPOTHESIS", "default"))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Run: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
-Say: TypeAlias = Callable[[str], None]
+Summarise: TypeAlias = Callable[[str], None]
 
 
 @pytest.fixture
-def say(record_property: Callable[[str, object], None]) -> Say:
+def summarise(record_property: Callable[[str, object], None]) -> Summarise:
     """Puts a line into the log of every test run, wherever the test ran: how much was tried, what it cost."""
-    return lambda line: record_property("said", line)
+    return lambda line: record_property("summary", line)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,14 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests said, at the end, where it can be found."""
+    """The summary lines of tests, at the end of the output."""
     reports = [report for kind in ("passed", "failed") for report in terminalreporter.getreports(kind)]
-    said = [
-        (report.nodeid, line) for report in reports for name, line in report.user_properties if name == "said"
+    printed = [
+        (report.nodeid, line)
+        for report in reports
+        for name, line in report.user_properties
+        if name == "summary"
     ]
-    if said:
-        terminalreporter.section("what tests have to say")
-        for test, line in sorted(said):
+    if printed:
+        terminalreporter.section("summaries of tests")
+        for test, line in sorted(printed):
             terminalreporter.line(f"{test.partition('::')[0]}: {line}")
 
 

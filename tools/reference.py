@@ -287,8 +287,8 @@ def _comments(kind: type) -> dict[str, str]:
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             end = (node.end_lineno or node.lineno) - 1
-            if said := re.match(r"\s*#\s*(.+)", lines[end][node.end_col_offset or 0 :]):
-                found[node.target.id] = said[1]
+            if comment := re.match(r"\s*#\s*(.+)", lines[end][node.end_col_offset or 0 :]):
+                found[node.target.id] = comment[1]
     return found
 
 

@@ -175,8 +175,8 @@ def test_a_commit_is_restored_as_it_was_or_refused_whatever_happened_since(
         if newest:
             assert newest in possible, "the newest commit can always be restored"
             assert archive.restored(newest, dies_after=dies_after) == archive.states[newest]
-            told = {row.commit for row in listed(world.lake, 1000) if row.restorable}
-            assert told >= possible
+            reported = {row.commit for row in listed(world.lake, 1000) if row.restorable}
+            assert reported >= possible
         found = audit(world.lake, world.runner)
         assert not found.damaged
         assert [one for one in found.differences if "outside their partition" not in one.what] == []
@@ -227,8 +227,8 @@ def test_after_a_rollback_the_commits_up_to_where_it_went_are_restored(tmp_path:
     assert archive.restorable() == {1, 2, 3, 5}
     with pytest.raises(NotRestorable, match=r"commit 4 .* partition 0: a rollback since then removed rows"):
         archive.restored(4)
-    told = {row.commit: row.why for row in listed(world.lake, 10) if not row.restorable}
-    assert told == {4: "partition 0: a rollback since then removed rows of it"}
+    reported = {row.commit: row.why for row in listed(world.lake, 10) if not row.restorable}
+    assert reported == {4: "partition 0: a rollback since then removed rows of it"}
 
 
 def test_a_commit_that_was_rolled_back_is_restored_while_its_files_are_there(tmp_path: Path) -> None:

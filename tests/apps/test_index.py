@@ -327,7 +327,7 @@ def test_without_tantivy_the_extra_is_named(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "fields", "said"),
+    ("name", "text", "fields", "printed"),
     [
         ("Big", ["title"], [], "is not a name of an index"),
         ("x", [], [], "at least one path"),
@@ -337,9 +337,9 @@ def test_without_tantivy_the_extra_is_named(
     ],
 )
 def test_a_bad_definition_is_refused(
-    world: World, name: str, text: list[str], fields: list[str], said: str
+    world: World, name: str, text: list[str], fields: list[str], printed: str
 ) -> None:
-    with pytest.raises(InvalidArguments, match=said):
+    with pytest.raises(InvalidArguments, match=printed):
         create(world.root, name, text=text, fields=fields, now=NOW)
 
 

@@ -132,7 +132,7 @@ def test_an_erasure_that_was_killed_is_completed_by_the_next(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         (["erase"], "erase takes one key"),
         (["compact", "k"], "erase takes one key"),
@@ -141,11 +141,11 @@ def test_an_erasure_that_was_killed_is_completed_by_the_next(
 )
 def test_erase_asks_first(
     arguments: list[str],
-    said: str,
+    printed: str,
     following: Following,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("no\n"))
     assert main(["lake", str(following.root), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err

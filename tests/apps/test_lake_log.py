@@ -40,7 +40,7 @@ def shorten(table: LakeTable, keep: int = 10) -> int:
     return table.log.shorten(table.version, now=time.time() + 1, keep=keep, keep_for=0.0)
 
 
-def told(table: LakeTable) -> list[tuple[int, int]]:
+def reported(table: LakeTable) -> list[tuple[int, int]]:
     """Every commit of ours, with the batch of its position."""
     return [(int(one["version"]), table.position_at(one).batch) for one in table.commits()]
 
@@ -55,10 +55,10 @@ def log_files(table: LakeTable) -> list[str]:
 
 def test_a_log_that_is_shortened_again_and_again_forgets_nothing(table: LakeTable) -> None:
     for _ in range(3):
-        before, commits = entries(table), told(table)
+        before, commits = entries(table), reported(table)
         assert shorten(table) > 0
         assert entries(table) == before
-        assert told(table) == commits
+        assert reported(table) == commits
         again = LakeTable(table.root, CHANGES)
         assert (again.version, again.lake_position, again.step) == (
             table.version,
@@ -72,7 +72,7 @@ def test_a_log_that_is_shortened_again_and_again_forgets_nothing(table: LakeTabl
         assert shorten(table) == 0, "there is nothing to gain yet"
         commit(again, 25)
         table.refresh()
-    assert [batch for _, batch in told(table)] == list(range(145, -1, -1))
+    assert [batch for _, batch in reported(table)] == list(range(145, -1, -1))
 
 
 def test_versions_that_readers_may_have_open_stay(table: LakeTable) -> None:

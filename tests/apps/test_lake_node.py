@@ -122,9 +122,9 @@ def test_what_a_failover_takes_back_is_in_lost_with_the_reason(following: Follow
     assert [row["seqno"] for row in lost] == list(range(point + 1, high + 1))
     assert {(row["partition"], row["taken_back_to"]) for row in lost} == {(3, point)}
     assert {row["why"] for row in lost} == {f"histories diverge at {point}"}
-    told = report(following.lake, following.feed.bucket_state())
-    assert told.behind == 0
-    assert [(one.partition, one.changes) for one in told.lost] == [(3, high - point)]
+    reported = report(following.lake, following.feed.bucket_state())
+    assert reported.behind == 0
+    assert [(one.partition, one.changes) for one in reported.lost] == [(3, high - point)]
 
 
 def test_a_branch_of_many_partitions_is_shown_as_one_event(
@@ -148,9 +148,9 @@ def test_a_branch_of_many_partitions_is_shown_as_one_event(
     assert main(["lake", str(following.root), "--rollbacks"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(shown.splitlines()) + 15
     assert main(["lake", str(following.root), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert len(told["lost"]) == 16
-    assert [(loss["partitions"], loss["changes"]) for loss in told["losses"]] == [(16, 31)]
+    reported = json.loads(capsys.readouterr().out)
+    assert len(reported["lost"]) == 16
+    assert [(loss["partitions"], loss["changes"]) for loss in reported["losses"]] == [(16, 31)]
 
 
 def test_files_are_kept_at_least_as_long_as_required(following: Following, bucket: Any) -> None:
@@ -275,7 +275,7 @@ def test_a_lake_is_made_where_nothing_is_in_the_way(following: Following, node: 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["--groups", "0"], "'0' is not a number from 1 up"),
         (["--groups", "17"], "16 partitions form 1 to 16 groups, not 17"),
@@ -286,14 +286,14 @@ def test_a_lake_is_made_where_nothing_is_in_the_way(following: Following, node: 
     ],
 )
 def test_a_sync_that_cannot_be_meant_is_refused_in_a_sentence(
-    options: list[str], told: str, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], reported: str, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         code = main(["sync", node.url, str(tmp_path / "new"), *options])
     except SystemExit as ended:  # argparse
         code = int(ended.code or 0)
     assert code == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_of_two_drivers_without_a_common_lock_one_loses(
@@ -406,10 +406,10 @@ def test_the_lag_of_a_sync_is_the_lag_that_the_node_reports(
     following.settle()
     bucket.set_many({f"k{i}": b"two" for i in range(50)})
     with Peer(node) as peer:
-        told = peer.stats("consumers")
-    (number,) = [row.partition(":")[0] for row, value in told.items() if value == "sync:lake"]
+        reported = peer.stats("consumers")
+    (number,) = [row.partition(":")[0] for row, value in reported.items() if value == "sync:lake"]
     behind = report(following.lake, following.feed.bucket_state()).behind
-    assert int(told[f"{number}:lag"]) == behind == 50
+    assert int(reported[f"{number}:lag"]) == behind == 50
     assert following.sync.round().behind == 50
 
 
@@ -419,9 +419,9 @@ def test_the_node_counts_the_rollbacks_of_a_lake_that_compares_histories_itself(
 ) -> None:
     def counted() -> int:
         with Peer(node) as peer:
-            told = peer.stats("consumers")
-        (number,) = [row.partition(":")[0] for row, value in told.items() if value == "sync:lake"]
-        return int(told[f"{number}:rollbacks"])
+            reported = peer.stats("consumers")
+        (number,) = [row.partition(":")[0] for row, value in reported.items() if value == "sync:lake"]
+        return int(reported[f"{number}:rollbacks"])
 
     bucket.set_many({f"k{i}": b"one" for i in range(400)})
     following.settle()
@@ -473,7 +473,7 @@ def test_a_live_sync_reports_that_its_node_is_away_and_back(
     node.kill()
     stopping = threading.Event()
 
-    def tell(progress: SyncTotals, done: SyncRound | None) -> None:
+    def publish(progress: SyncTotals, done: SyncRound | None) -> None:
         if done is not None:
             stopping.set()
         elif progress.trouble and not node.running:
@@ -481,7 +481,7 @@ def test_a_live_sync_reports_that_its_node_is_away_and_back(
 
     maintainer = Maintainer(following.lake, Here(), SyncSettings().maintenance())
     outputs = OutputFollower(following.lake, Here(), None)
-    _forever(following.sync, maintainer, outputs, SyncTotals(), SyncSettings(every=0.05), tell, stopping)
+    _forever(following.sync, maintainer, outputs, SyncTotals(), SyncSettings(every=0.05), publish, stopping)
     assert "; trying again" in caplog.text
     assert "the round succeeds again" in caplog.text
     assert following.rows(CHANGES) == 1

@@ -266,9 +266,9 @@ def test_verbs_take_a_url_and_options_that_override_the_environment(
     assert refused.returncode == 5
     assert f"{url} cannot be used (SignatureDoesNotMatch" in refused.stderr
     assert "Traceback" not in refused.stderr
-    for said in (shown, answer, exported, listed, refused):
+    for printed in (shown, answer, exported, listed, refused):
         for secret in (SECRET, "a-wrong-secret", "another-wrong-secret"):
-            assert secret not in said.stdout + said.stderr
+            assert secret not in printed.stdout + printed.stderr
 
 
 @pytest.mark.slow
@@ -294,7 +294,7 @@ def test_sync_and_verify_work_on_spark_with_the_environment(
 
 
 def test_urls_are_checked_and_secrets_are_in_no_text(tmp_path: Path) -> None:
-    for bad, said in {
+    for bad, printed in {
         "ftp://host/lake": "ftp:// is not supported",
         "s3://bucket": "a bucket and a path",
         "s3:///lake": "a bucket and a path",
@@ -302,7 +302,7 @@ def test_urls_are_checked_and_secrets_are_in_no_text(tmp_path: Path) -> None:
         f"s3://{KEY}:{SECRET}@bucket/lake": "credentials in the environment",
         f"s3://bucket/lake?secret={SECRET}": "credentials in the environment",
     }.items():
-        with pytest.raises(InvalidArguments, match=said) as error:
+        with pytest.raises(InvalidArguments, match=printed) as error:
             open_store(bad)
         assert SECRET not in str(error.value)
     store = open_store("s3://bucket/some/lake/", {"AWS_SECRET_ACCESS_KEY": SECRET})

@@ -179,11 +179,11 @@ def test_two_lakes_are_followed_and_each_outlives_the_trouble_of_the_other(
         _checked_by_promtool(service.page()[1])
         command = Path(f"/proc/{service.process.pid}/cmdline").read_text()
         assert service.stop() == 0
-        said = service.log.read_text()
-    assert PASSWORD not in said + command
-    assert re.search(r"^\S+ users: .*trying again$", said, re.MULTILINE), said
-    assert f"orders: following {a.url} into {tmp_path / 'orders'}" in said
-    assert f"users: following upr://127.0.0.1:{b.port}/default" in said
+        printed = service.log.read_text()
+    assert PASSWORD not in printed + command
+    assert re.search(r"^\S+ users: .*trying again$", printed, re.MULTILINE), printed
+    assert f"orders: following {a.url} into {tmp_path / 'orders'}" in printed
+    assert f"users: following upr://127.0.0.1:{b.port}/default" in printed
     check(tmp_path / "orders", a)
     check(tmp_path / "people", b, there)
     assert count(tmp_path / "people") == 298
@@ -214,9 +214,9 @@ def test_a_lake_that_cannot_go_on_ends_alone_and_is_the_exit_code(
             other.set("k", b"v")
         until(lambda: service.value("upper_sync_rows_total", lake="users") == 1)
         assert service.stop() == 5
-        assert "orders: version" in (said := service.log.read_text())
-    assert "this lake is no longer followed" in said
-    assert "Traceback" not in said
+        assert "orders: version" in (printed := service.log.read_text())
+    assert "this lake is no longer followed" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.slow
@@ -236,9 +236,9 @@ def test_several_lakes_share_one_spark_session(
             one.set("k7", b"new")
             until(lambda: service.value("upper_sync_rows_total", lake="orders") == 5001)
             assert service.stop() == 0
-            said = service.log.read_text()
-    assert "starting Spark (local[2])" in said
-    assert PASSWORD not in said
+            printed = service.log.read_text()
+    assert "starting Spark (local[2])" in printed
+    assert PASSWORD not in printed
     check(tmp_path / "orders", a)
     check(tmp_path / "people", b, there)
 
@@ -272,7 +272,7 @@ WITH_USER = LAKE.replace("//h", "//u@h")
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "printed"),
     [
         ("", "there is no lake; add a [[lake]]"),
         ("x = ", "is not TOML"),
@@ -290,10 +290,10 @@ WITH_USER = LAKE.replace("//h", "//u@h")
         ("metrics-port = 99999\n" + LAKE, "metrics-port is not a port"),
     ],
 )
-def test_a_mistake_in_the_file_is_a_sentence_without_secrets(text: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_a_sentence_without_secrets(text: str, printed: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArguments) as error:
         read_config(written(tmp_path / "sync.toml", text), {})
-    assert said in str(error.value)
+    assert printed in str(error.value)
     assert "hidden" not in str(error.value)
 
 
@@ -337,14 +337,14 @@ def test_the_file_says_everything_that_a_lake_needs(tmp_path: Path) -> None:
 
 def test_options_of_one_lake_do_not_go_with_a_file(tmp_path: Path) -> None:
     config = written(tmp_path / "sync.toml", "")
-    for words, said in {
+    for words, printed in {
         ("--every", "2s"): "--every and --config",
         ("upr://h/b",): "URL and --config",
     }.items():
         command = [sys.executable, "-m", "upper", "sync", *words, "--config", str(config)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 2
-        assert said in done.stderr
+        assert printed in done.stderr
 
 
 def test_values_of_metrics_are_written_as_prometheus_reads_them() -> None:

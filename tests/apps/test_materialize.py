@@ -213,7 +213,7 @@ def test_a_view_that_cannot_be_computed_stays_behind_and_stops_nothing(
 
 
 @pytest.mark.parametrize(
-    ("sql", "said"),
+    ("sql", "printed"),
     [
         ("select count(*) from current", "Delta has no column 'count_star\\(\\)'; name it with AS"),
         ("select *, now() as n from current", "the result of now changes by itself"),
@@ -234,9 +234,9 @@ def test_a_view_that_cannot_be_computed_stays_behind_and_stops_nothing(
         ("select {'a': 1} as s from current", "which a Delta table does not have; cast it"),
     ],
 )
-def test_sql_that_cannot_be_kept_is_refused_with_the_reason(tmp_path: Path, sql: str, said: str) -> None:
+def test_sql_that_cannot_be_kept_is_refused_with_the_reason(tmp_path: Path, sql: str, printed: str) -> None:
     world = World(tmp_path)
-    with pytest.raises(InvalidArguments, match=said):
+    with pytest.raises(InvalidArguments, match=printed):
         create(world.root, "v", sql, now=NOW, materialize=True)
     assert load(world.root) == []
 

@@ -215,16 +215,16 @@ def test_the_verbs_write_and_read_files(
     with open(file, "a") as more:
         more.write("x\n")
     assert main(["import", file, node.url]) == 1
-    said = capsys.readouterr()
-    assert said.out == f"30 of 31 rows written; 1 bad rows are in {file}.bad\n"
-    assert said.err == f"upper: {file}, line 32: it has 1 fields, and the header has 8\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"30 of 31 rows written; 1 bad rows are in {file}.bad\n"
+    assert printed.err == f"upper: {file}, line 32: it has 1 fields, and the header has 8\n"
     assert json.loads(Path(f"{file}.bad").read_text()) == {
         "line": 32, "error": "it has 1 fields, and the header has 8", "row": "x",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "printed"),
     [
         (["export", "URL", "items.xml"], "the format of 'items.xml' is not known"),
         (["export", "URL", "items.csv", "--commit", "1"], "--commit and --at are for a lake"),
@@ -236,10 +236,10 @@ def test_the_verbs_write_and_read_files(
     ],
 )
 def test_wrong_arguments_are_explained(
-    node: Node, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    node: Node, words: list[str], printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([node.url if word == "URL" else word for word in words]) == 2
-    assert said in capsys.readouterr().err
+    assert printed in capsys.readouterr().err
 
 
 def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path: Path, node: Node) -> None:

@@ -272,8 +272,8 @@ def test_a_few_odd_values_do_not_decide_the_type_of_a_column_and_are_counted(odd
     assert parse(text, where="a proposal") == [table]
     tolerated = 100 * odd <= many
     assert table.columns[1].kind == ("double" if tolerated else "json")
-    said = f"# {odd} of {many:,} values do not fit" in text
-    assert said == (tolerated and odd > 0)
+    printed = f"# {odd} of {many:,} values do not fit" in text
+    assert printed == (tolerated and odd > 0)
     assert len(RejectedRows((table,))(live(*rows))) == (odd if tolerated else 0)
 
 

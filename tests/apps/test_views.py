@@ -98,7 +98,7 @@ def test_views_are_listed_with_their_columns_and_dropped(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sql", "said"),
+    ("name", "sql", "printed"),
     [
         ("Bad", "select 1", "is not a name of a view"),
         ("current", "select 1", "is a relation of every lake"),
@@ -112,9 +112,9 @@ def test_views_are_listed_with_their_columns_and_dropped(root: Path) -> None:
         ("taken", "select 1", "there is a view 'taken' already"),
     ],
 )
-def test_a_view_that_cannot_be_queried_is_not_stored(root: Path, name: str, sql: str, said: str) -> None:
+def test_a_view_that_cannot_be_queried_is_not_stored(root: Path, name: str, sql: str, printed: str) -> None:
     create(open_store(root), "taken", "select 1 as one", now=NOW)
-    with pytest.raises(InvalidArguments, match=said):
+    with pytest.raises(InvalidArguments, match=printed):
         create(open_store(root), name, sql, now=NOW)
     assert [view.name for view in load(open_store(root))] == ["taken"]
 
@@ -144,18 +144,18 @@ def test_a_query_needs_the_views_it_names_and_those_they_use() -> None:
 
 
 def test_the_verb_creates_lists_and_drops(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def said(*words: str, code: int = 0) -> Any:
+    def printed(*words: str, code: int = 0) -> Any:
         assert main(["view", *words]) == code
-        told = capsys.readouterr()
-        return told.err if code else told.out
+        reported = capsys.readouterr()
+        return reported.err if code else reported.out
 
     where = str(root)
-    assert said("create", where, "n", "select count(*) as n from current") == "view n (n BIGINT)\n"
-    assert "select count(*) as n from current" in said("list", where)
+    assert printed("create", where, "n", "select count(*) as n from current") == "view n (n BIGINT)\n"
+    assert "select count(*) as n from current" in printed("list", where)
     assert main(["query", where, "from n", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["n"] > 0
-    assert said("drop", where, "n") == "view n dropped\n"
-    assert said("list", where) == "no views\n"
-    assert "create takes NAME and SQL" in said("create", where, "n", code=2)
+    assert printed("drop", where, "n") == "view n dropped\n"
+    assert printed("list", where) == "no views\n"
+    assert "create takes NAME and SQL" in printed("create", where, "n", code=2)
     with pytest.raises(UpperError, match="there is no lake"):
         create(open_store(root / "missing"), "n", "select 1", now=NOW)

@@ -115,10 +115,10 @@ def test_a_group_that_crashes_is_reported_and_the_others_run(
     written = json.loads(results.read_text())
     assert [(found["group"], found["met"]) for found in written["rows"]] == [("good", False)]
     assert written["about"]["quick"] is True
-    said = capfd.readouterr()
-    assert "bad: crashed" in said.err
-    assert "poor: left out, no compiler" in said.err
-    assert "1 measured, 0 as expected, 1 short" in said.out
+    printed = capfd.readouterr()
+    assert "bad: crashed" in printed.err
+    assert "poor: left out, no compiler" in printed.err
+    assert "1 measured, 0 as expected, 1 short" in printed.out
     assert main.main(["good", "poor"]) == 0
 
 

@@ -32,7 +32,7 @@ def test_tail_logs_with_the_time_that_a_node_is_away_and_back(tmp_path: Path) ->
             node.restart()
             back = tail.stderr.readline()
             tail.send_signal(signal.SIGINT)
-            _, said = tail.communicate(timeout=60)
+            _, printed = tail.communicate(timeout=60)
             assert re.fullmatch(TIME + r" 127\.0\.0\.1:\d+: (reconnected|back again)\n", back)
             assert tail.returncode == 130
-    assert said == "", "an interrupt is no trouble to report"
+    assert printed == "", "an interrupt is no trouble to report"

@@ -134,9 +134,9 @@ def test_an_error_is_one_sentence_and_an_exit_code(
     monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(error))
     monkeypatch.delenv("UPPER_DEBUG", raising=False)
     assert frame.main(["completion"]) == code
-    said = capsys.readouterr().err
-    assert said.startswith(f"upper: {sentence}")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"upper: {sentence}")
+    assert printed.count("\n") == 1
 
     monkeypatch.setenv("UPPER_DEBUG", "1")
     assert frame.main(["completion"]) == code

@@ -134,13 +134,13 @@ BODY = st.sampled_from((b"", b"", b"", b"v", b"\x81" * 24, bytes(48)))
 
 @given(st.lists(st.tuples(st.integers(0, 0xFF), BODY, st.binary(max_size=4)), max_size=20), st.data())
 def test_answers_come_whole_however_the_bytes_are_cut(
-    said: list[tuple[int, bytes, bytes]], data: st.DataObject
+    packets: list[tuple[int, bytes, bytes]], data: st.DataObject
 ) -> None:
     stream = b"".join(
         pack(RESPONSE, opcode, opaque=n, key=key, value=value, cas=n)
-        for n, (opcode, value, key) in enumerate(said)
+        for n, (opcode, value, key) in enumerate(packets)
     )
-    whole = [Answer(opcode, 0, n, n, b"", key, value) for n, (opcode, value, key) in enumerate(said)]
+    whole = [Answer(opcode, 0, n, n, b"", key, value) for n, (opcode, value, key) in enumerate(packets)]
     link, found, at = Link(), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, len(stream) - at))

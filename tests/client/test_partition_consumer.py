@@ -242,9 +242,9 @@ def test_an_end_inside_a_snapshot_is_an_end_but_no_place_to_keep() -> None:
 def test_any_other_end_is_no_end_for_us(reason: EndReason) -> None:
     consumer = PartitionConsumer(P, known(3), until=Seqno(5))
     flowing(consumer, log((A, 0)))
-    told = consumer.on(StreamEnd(partition=P, reason=reason))
+    reported = consumer.on(StreamEnd(partition=P, reason=reason))
     assert consumer.stream.phase is Following.AWAY
-    assert [type(event) for event in told] == (
+    assert [type(event) for event in reported] == (
         [events.StateChange] if reason is EndReason.STATE_CHANGED else []
     )
 

@@ -33,7 +33,7 @@ RULING: dict[str, Verb] = {"promote": ("-p", "0")}
 ALL = READING | WRITING | FOLLOWING | RULING
 
 
-class Told:
+class RunAndRead:
     """Runs a verb that fails, and gives the sentence."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,18 +42,18 @@ class Told:
     def __call__(self, *words: object, code: int) -> str:
         self._capsys.readouterr()
         ended = main([str(word) for word in words])
-        said = self._capsys.readouterr().err
-        assert ended == code, said
-        assert said.startswith("upper: ")
-        assert said.count("\n") == 1, said
-        sentence = said.removeprefix("upper: ").strip()
+        printed = self._capsys.readouterr().err
+        assert ended == code, printed
+        assert printed.startswith("upper: ")
+        assert printed.count("\n") == 1, printed
+        sentence = printed.removeprefix("upper: ").strip()
         assert not JARGON.search(re.sub(r"'.*?'|/\S+|\w+://\S+|UPPER_\w+", "", sentence)), sentence
         return sentence
 
 
 @pytest.fixture
-def told(capsys: pytest.CaptureFixture[str]) -> Told:
-    return Told(capsys)
+def reported(capsys: pytest.CaptureFixture[str]) -> RunAndRead:
+    return RunAndRead(capsys)
 
 
 @pytest.fixture(scope="module")
@@ -76,22 +76,22 @@ def as_user(node: Node, user: str) -> str:
     ("verbs", "role"), [(READING, "read"), (WRITING, "write"), (FOLLOWING, "stream"), (RULING, "admin")]
 )
 def test_a_user_without_a_role_gets_its_name(
-    guarded: Node, told: Told, verbs: dict[str, Verb], role: str
+    guarded: Node, reported: RunAndRead, verbs: dict[str, Verb], role: str
 ) -> None:
     for verb, words in verbs.items():
         assert main([verb, as_user(guarded, role), *words]) <= 1, "who has it needs no other"
         for other in {"read", "write", "stream", "admin"} - {role}:
-            sentence = told(verb, as_user(guarded, other), *words, code=4)
+            sentence = reported(verb, as_user(guarded, other), *words, code=4)
             assert re.search(rf"needs? the role .*\b({role}|stream)\b.*; ask an administrator", sentence)
 
 
-def test_a_missing_or_wrong_login_gets_the_place_to_set_it(guarded: Node, told: Told) -> None:
+def test_a_missing_or_wrong_login_gets_the_place_to_set_it(guarded: Node, reported: RunAndRead) -> None:
     place = f"127.0.0.1:{guarded.port}/default"
     for verb, words in ALL.items():
-        assert "//USER@" in told(verb, f"upr://{place}", *words, code=4)
+        assert "//USER@" in reported(verb, f"upr://{place}", *words, code=4)
     for who in ("read:x", "nobody:p"):
-        assert "//USER@" in told("get", f"upr://{who}@{place}", "a", code=4)
-    assert "--password-file" in told("get", f"upr://read@{place}", "a", code=4)
+        assert "//USER@" in reported("get", f"upr://{who}@{place}", "a", code=4)
+    assert "--password-file" in reported("get", f"upr://read@{place}", "a", code=4)
 
 
 @pytest.mark.parametrize(
@@ -103,17 +103,17 @@ def test_a_missing_or_wrong_login_gets_the_place_to_set_it(guarded: Node, told: 
     ],
 )
 def test_a_wrong_address_gets_a_message(
-    shared_node: Node, bucket: Bucket, told: Told, end: str, code: int, advice: str
+    shared_node: Node, bucket: Bucket, reported: RunAndRead, end: str, code: int, advice: str
 ) -> None:
     url = "upr://" + end.format(here=f"127.0.0.1:{shared_node.port}")
     for verb, words in ALL.items():
-        assert advice in told(verb, url, *words, code=code)
+        assert advice in reported(verb, url, *words, code=code)
 
 
 @pytest.mark.parametrize(
     ("answer", "advice"), [(b"HTTP/1.1 400 No\r\n\r\n" + bytes(40), "port"), (b"", "TLS")]
 )
-def test_a_server_that_is_no_node_gets_a_message(told: Told, answer: bytes, advice: str) -> None:
+def test_a_server_that_is_no_node_gets_a_message(reported: RunAndRead, answer: bytes, advice: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
 
         def meet() -> None:
@@ -127,47 +127,49 @@ def test_a_server_that_is_no_node_gets_a_message(told: Told, answer: bytes, advi
         thread.start()
         for verb in ("get", "tail"):
             words = ALL[verb]
-            assert advice in told(verb, f"upr://127.0.0.1:{stranger.getsockname()[1]}", *words, code=3)
+            assert advice in reported(verb, f"upr://127.0.0.1:{stranger.getsockname()[1]}", *words, code=3)
         thread.join()
 
 
 def test_a_mismatch_of_tls_gets_a_message(
-    tmp_path: Path, shared_node: Node, bucket: Bucket, told: Told
+    tmp_path: Path, shared_node: Node, bucket: Bucket, reported: RunAndRead
 ) -> None:
     certificate, key = certificate_in(tmp_path)
     with Node(tmp_path / "data", "--tls-cert", str(certificate), "--tls-key", str(key)) as node:
         here = f"127.0.0.1:{node.port}/default"
-        assert "does it want TLS (uprs://)" in told("get", f"upr://{here}", "a", code=3)
-        assert "name its authority" in told("get", f"uprs://{here}", "a", code=3)
-        assert "PEM" in told("get", f"uprs://{here}?ca={key}", "a", code=2)
-        assert "PEM" in told("get", f"uprs://{here}?ca={tmp_path}/none", "a", code=2)
-    assert "leave tls=on out" in told("get", f"uprs://127.0.0.1:{shared_node.port}/default", "a", code=3)
+        assert "does it want TLS (uprs://)" in reported("get", f"upr://{here}", "a", code=3)
+        assert "name its authority" in reported("get", f"uprs://{here}", "a", code=3)
+        assert "PEM" in reported("get", f"uprs://{here}?ca={key}", "a", code=2)
+        assert "PEM" in reported("get", f"uprs://{here}?ca={tmp_path}/none", "a", code=2)
+    assert "leave tls=on out" in reported("get", f"uprs://127.0.0.1:{shared_node.port}/default", "a", code=3)
 
 
 def test_invalid_arguments_get_a_message(
-    shared_node: Node, bucket: Bucket, told: Told, tmp_path: Path
+    shared_node: Node, bucket: Bucket, reported: RunAndRead, tmp_path: Path
 ) -> None:
     url = shared_node.url
-    assert "they are 0 to 15" in told("promote", url, "-p", "16", code=2)
-    assert "they are 0 to 15" in told("failover-log", url, "-p", "16", code=2)
-    assert "from 0 to 15" in told("tail", url, "--partitions", "16", code=2)
-    assert "from 0 to 15" in told("stats", url, "vbucket-details", "16", code=2)
+    assert "they are 0 to 15" in reported("promote", url, "-p", "16", code=2)
+    assert "they are 0 to 15" in reported("failover-log", url, "-p", "16", code=2)
+    assert "from 0 to 15" in reported("tail", url, "--partitions", "16", code=2)
+    assert "from 0 to 15" in reported("stats", url, "vbucket-details", "16", code=2)
     for wrong in ("foo", "mutation,foo"):
-        assert "no operation 'foo'; use some of mutation" in told("tail", url, "--operations", wrong, code=2)
+        assert "no operation 'foo'; use some of mutation" in reported(
+            "tail", url, "--operations", wrong, code=2
+        )
     with pytest.raises(InvalidArguments, match="operations is empty; use some of mutation"):
         bucket.changes(operations=[])
-    assert "there are memory" in told("stats", url, "nothing", code=2)
-    assert "--initial" in told("incr", url, "none", code=1)
-    assert "at most 250 bytes" in told("get", url, "k" * 251, code=2)
-    assert "needs a key" in told("set", url, "", "v", code=2)
+    assert "there are memory" in reported("stats", url, "nothing", code=2)
+    assert "--initial" in reported("incr", url, "none", code=1)
+    assert "at most 250 bytes" in reported("get", url, "k" * 251, code=2)
+    assert "needs a key" in reported("set", url, "", "v", code=2)
     bucket.set("text", "text")
-    assert "set it first" in told("incr", url, "text", code=4)
-    assert "use upr://" in told("tail", url.replace("upr", "upr0"), "--keys-only", code=2)
-    assert "use upr://" in told("tail", url.replace("upr", "tap"), "--checkpoint", tmp_path / "c", code=2)
+    assert "set it first" in reported("incr", url, "text", code=4)
+    assert "use upr://" in reported("tail", url.replace("upr", "upr0"), "--keys-only", code=2)
+    assert "use upr://" in reported("tail", url.replace("upr", "tap"), "--checkpoint", tmp_path / "c", code=2)
     for path, advice in (
         ("/dev/full", "name another"),
         (tmp_path, "name another"),
         (tmp_path / "none" / "place", "create "),
         (Path(__file__), "start over"),
     ):
-        assert advice in told("tail", url, "--until", "now", "--checkpoint", path, code=2)
+        assert advice in reported("tail", url, "--until", "now", "--checkpoint", path, code=2)

@@ -150,10 +150,10 @@ def test_a_load_that_is_interrupted_says_what_was_written(url: str, bucket: Buck
         while not bucket.get_many(["key:000001000"]):
             assert load.poll() is None
         load.send_signal(signal.SIGINT)
-        shown, said = load.communicate(timeout=60)
+        shown, printed = load.communicate(timeout=60)
     assert load.returncode == 130
-    confirmed = re.search(r"interrupted; ([\d,]+) of 50,000,000 operations are confirmed", said)
-    assert confirmed is not None, said
+    confirmed = re.search(r"interrupted; ([\d,]+) of 50,000,000 operations are confirmed", printed)
+    assert confirmed is not None, printed
     assert f"{confirmed[1]} operations in " in shown
     last = int(confirmed[1].replace(",", "")) - 4 * 100
     assert bucket.get(f"key:{last:09d}").value
@@ -171,10 +171,10 @@ def test_an_import_that_is_interrupted_says_what_was_written(url: str, bucket: B
         while not bucket.exists("i8000"):
             assert running.poll() is None
         running.send_signal(signal.SIGINT)
-        _, said = running.communicate(timeout=60)
+        _, printed = running.communicate(timeout=60)
     assert running.returncode == 130
-    written = re.search(r"stopped; ([\d,]+) of the first [\d,]+ rows are written", said)
-    assert written is not None, said
+    written = re.search(r"stopped; ([\d,]+) of the first [\d,]+ rows are written", printed)
+    assert written is not None, printed
     assert int(written[1].replace(",", "")) >= 4096
     bucket.flush()
 
@@ -214,9 +214,9 @@ def test_promote_asks_before_it_goes_back_further_than_requested(node: Node) -> 
     asked = ("promote", url, "-p", "2", "--to", str(high - 3))
     (plan,) = objects(run(*asked, "--dry-run", "--json"))
     assert (plan["seqno"], plan["was_at"], plan["lost"]) == (0, high - 1, high - 1)
-    said = run(*asked, code=2)
-    assert f"it would go back from {high - 1} to 0" in said
-    assert "nothing was changed" in said
+    printed = run(*asked, code=2)
+    assert f"it would go back from {high - 1} to 0" in printed
+    assert "nothing was changed" in printed
     assert objects(run("promote", url, "-p", "2", "--dry-run", "--json"))[0]["was_at"] == high - 1
     (made,) = objects(run(*asked, "--yes", "--json"))
     assert made["seqno"] == 0

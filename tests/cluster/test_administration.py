@@ -186,9 +186,9 @@ def test_a_failover_by_hand_promotes_in_sync_copies_and_by_force_others(
         "node": "n1", "promoted": 1, "lossy": [], "unavailable": [behind],
     }  # fmt: skip
     assert store.map.entries[behind].active == "id-n1", "a copy that is not in sync is not promoted"
-    told = refusal(capsys, "failover", store.place, "n1", "--force")
-    assert f"partition {behind}: n2 would become active, and is not in sync" in told
-    assert "nothing was changed" in told
+    reported = refusal(capsys, "failover", store.place, "n1", "--force")
+    assert f"partition {behind}: n2 would become active, and is not in sync" in reported
+    assert "nothing was changed" in reported
     store.end("n2")
     assert main(["cluster", "failover", store.place, "n1", "--force", "--yes"]) == 1
     assert "no copy is alive; start a node that has one" in capsys.readouterr().out
@@ -243,16 +243,16 @@ def test_certificates_and_passwords_of_etcd_are_checked_before_anything_is_sent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UPPER_ETCD_PASSWORD", raising=False)
-    told = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-user", "ann")
-    assert "give --etcd-password-file FILE, or set UPPER_ETCD_PASSWORD" in told
-    told = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-password-file", str(tmp_path / "p"))
-    assert "--etcd-password-file needs --etcd-user" in told
-    told = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-ca", str(tmp_path / "ca"))
-    assert "begins with etcds://" in told
-    told = refusal(capsys, "status", "etcds://127.0.0.1:9/c", "--etcd-cert", str(tmp_path / "cert"))
-    assert "--etcd-cert and --etcd-key belong together" in told
-    told = refusal(capsys, "status", "etcds://127.0.0.1:9/c", "--etcd-ca", str(tmp_path / "ca"))
-    assert "cannot be used" in told
+    reported = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-user", "ann")
+    assert "give --etcd-password-file FILE, or set UPPER_ETCD_PASSWORD" in reported
+    reported = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-password-file", str(tmp_path / "p"))
+    assert "--etcd-password-file needs --etcd-user" in reported
+    reported = refusal(capsys, "status", "etcd://127.0.0.1:9/c", "--etcd-ca", str(tmp_path / "ca"))
+    assert "begins with etcds://" in reported
+    reported = refusal(capsys, "status", "etcds://127.0.0.1:9/c", "--etcd-cert", str(tmp_path / "cert"))
+    assert "--etcd-cert and --etcd-key belong together" in reported
+    reported = refusal(capsys, "status", "etcds://127.0.0.1:9/c", "--etcd-ca", str(tmp_path / "ca"))
+    assert "cannot be used" in reported
 
 
 def test_the_directory_of_an_embedded_store_is_for_its_owner_alone(store: Store) -> None:

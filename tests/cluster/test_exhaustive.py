@@ -11,9 +11,9 @@ from upper.cluster.bucket_map import NodeId
 from upper.cluster.in_sync import InSyncTracker
 
 
-def test_no_history_of_five_events_loses_an_acknowledged_change(say: Callable[[str], None]) -> None:
+def test_no_history_of_five_events_loses_an_acknowledged_change(summarise: Callable[[str], None]) -> None:
     explored = Model().explore(5)
-    say(f"a cluster of 3 nodes, 5 events: {explored}")
+    summarise(f"a cluster of 3 nodes, 5 events: {explored}")
     assert explored.failovers
     assert explored.handovers
 
@@ -22,9 +22,9 @@ def test_no_history_of_five_events_loses_an_acknowledged_change(say: Callable[[s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("in_sync", [("a",), ("a", "b"), ("a", "b", "c")], ids=len)
 def test_no_history_of_six_events_loses_an_acknowledged_change(
-    say: Callable[[str], None], in_sync: tuple[Name, ...]
+    summarise: Callable[[str], None], in_sync: tuple[Name, ...]
 ) -> None:
-    say(f"a cluster of 3 nodes, {len(in_sync)} in sync, 6 events: {Model(in_sync=in_sync).explore(6)}")
+    summarise(f"a cluster of 3 nodes, {len(in_sync)} in sync, 6 events: {Model(in_sync=in_sync).explore(6)}")
 
 
 class WaitsOnlyForTheMap(Model):

@@ -103,8 +103,8 @@ def test_without_the_agreement_store_nodes_stop_in_time_and_go_on_when_it_is_bac
             after = cluster.map()
             assert [len(entry.copies) for entry in after.entries] == [len(e.copies) for e in before.entries]
             for node in cluster.nodes.values():
-                said = node.log.count("trying again, and the map does not change until it answers")
-                assert 1 <= said <= 3, "it is logged when it begins, not at every attempt"
+                count = node.log.count("trying again, and the map does not change until it answers")
+                assert 1 <= count <= 3, "it is logged when it begins, not at every attempt"
                 assert "the agreement store answers again" in node.log
     finally:
         etcd.stop()

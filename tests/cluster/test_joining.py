@@ -51,9 +51,9 @@ def started(data: Path, nodes: int, *options: str) -> Iterator[dict[str, Any]]:
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, told.decode()
-    assert told.decode().endswith("the cluster has stopped\n")
+        _, reported = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, reported.decode()
+    assert reported.decode().endswith("the cluster has stopped\n")
 
 
 @pytest.mark.slow
@@ -254,20 +254,20 @@ def refused_start(upper: Run, tmp_path: Path, *options: str) -> str:
 
 @pytest.mark.slow
 def test_a_node_that_others_could_reach_does_not_start_without_a_secret(upper: Run, tmp_path: Path) -> None:
-    told = refused_start(upper, tmp_path, "--host", "0.0.0.0", "--insecure", "--advertise", "10.0.0.1:1")
-    assert "must log in to each other; add --users and --cluster-secret FILE" in told
+    reported = refused_start(upper, tmp_path, "--host", "0.0.0.0", "--insecure", "--advertise", "10.0.0.1:1")
+    assert "must log in to each other; add --users and --cluster-secret FILE" in reported
     users, _, secret = secured(tmp_path, upper)[1:]
-    told = refused_start(upper, tmp_path, "--users", users)
-    assert "add --cluster-secret FILE, the same on every node" in told
-    told = refused_start(upper, tmp_path, "--cluster-secret", secret)
-    assert "--cluster-secret needs --users" in told
+    reported = refused_start(upper, tmp_path, "--users", users)
+    assert "add --cluster-secret FILE, the same on every node" in reported
+    reported = refused_start(upper, tmp_path, "--cluster-secret", secret)
+    assert "--cluster-secret needs --users" in reported
     Path(secret).chmod(0o644)
-    told = refused_start(upper, tmp_path, "--users", users, "--cluster-secret", secret)
-    assert "other users of this machine can read" in told
+    reported = refused_start(upper, tmp_path, "--users", users, "--cluster-secret", secret)
+    assert "other users of this machine can read" in reported
     Path(secret).write_text("short\n")
     Path(secret).chmod(0o600)
-    told = refused_start(upper, tmp_path, "--users", users, "--cluster-secret", secret)
-    assert "fewer than 16 characters" in told
+    reported = refused_start(upper, tmp_path, "--users", users, "--cluster-secret", secret)
+    assert "fewer than 16 characters" in reported
     assert not (tmp_path / "agreement").exists(), "nothing was joined"
 
 
@@ -279,11 +279,11 @@ def test_options_that_the_cluster_decides_and_unusable_addresses_are_refused(
     assert "--advertise" in refused_start(upper, tmp_path, "--advertise", "host:port")
     assert "cannot name a node" in refused_start(upper, tmp_path, "--name", "two words", "--port", "0")
     users, _, secret = secured(tmp_path, upper)[1:]
-    told = refused_start(
+    reported = refused_start(
         upper, tmp_path, "--host", "0.0.0.0", "--port", "0", "--insecure", "--users", users,
         "--cluster-secret", secret,
     )  # fmt: skip
-    assert "add --advertise HOST:PORT" in told
+    assert "add --advertise HOST:PORT" in reported
     assert "@" in upper("users", users, "add", "@cluster", stdin="a password\n").stderr
 
 

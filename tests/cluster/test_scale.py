@@ -22,7 +22,7 @@ MEMBERS = {node.id: MemberRecord(node.id, node.id, "10.0.0.1:11210", node.zone) 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_zone_of_a_thousand_nodes_fails_and_every_partition_is_taken_over(
-    say: Callable[[str], None],
+    summarise: Callable[[str], None],
 ) -> None:
     began = process_time()
     before = initial(NODES, SETTINGS, seed=7)
@@ -45,7 +45,7 @@ def test_a_zone_of_a_thousand_nodes_fails_and_every_partition_is_taken_over(
     copies.observe(MapView(BucketMap.from_bytes(stored), 2, {}))
     followed = process_time()
     assert len(copies.active) > held, "it takes over its share"
-    say(
+    summarise(
         f"1,000 nodes, 65,536 partitions: placed in {placed - began:.1f} s of CPU; the failover of a zone, "
         f"{changed} partitions, decided and written in {decided - placed:.2f} s, read and followed by a node "
         f"in {followed - following:.2f} s; the map has {len(stored):,} bytes"

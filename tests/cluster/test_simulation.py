@@ -214,7 +214,7 @@ BREAKERS: dict[str, Breaker] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", BREAKERS)
 def test_a_broken_rule_breaks_a_promise_in_some_history(
-    rule: str, monkeypatch: pytest.MonkeyPatch, say: Callable[[str], None]
+    rule: str, monkeypatch: pytest.MonkeyPatch, summarise: Callable[[str], None]
 ) -> None:
     """Rules that only rare histories show are tested in `test_copies` and in the exhaustive model."""
     owner, name, patched, shape, mix, first = BREAKERS[rule]
@@ -223,6 +223,6 @@ def test_a_broken_rule_breaks_a_promise_in_some_history(
         try:
             live(seed, shape, mix)
         except Broken as promise:
-            say(f"a node that {rule}: history {seed}: {promise}")
+            summarise(f"a node that {rule}: history {seed}: {promise}")
             return
     pytest.fail("no history noticed")

@@ -69,7 +69,7 @@ def test_a_chart_is_as_high_as_its_highest_value() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(400)
 def test_the_demo_runs_to_the_end_and_stops_what_it_keeps(tmp_path: Path) -> None:
-    told = subprocess.run(
+    reported = subprocess.run(
         [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo"), "--seed", "7", "--keep"],
         cwd=ROOT,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -77,7 +77,7 @@ def test_the_demo_runs_to_the_end_and_stops_what_it_keeps(tmp_path: Path) -> Non
         text=True,
         timeout=380,
     )
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert reported.returncode == 0, reported.stdout + reported.stderr
     for decided_by_the_seed in (
         "190 orders are deleted; 47 carts are left behind",
         "all 13,047 changes are still there",
@@ -85,13 +85,13 @@ def test_the_demo_runs_to_the_end_and_stops_what_it_keeps(tmp_path: Path) -> Non
         "order:008626        1",
         "11,367 live keys",
     ):
-        assert decided_by_the_seed in told.stdout
-    assert "the lake is true" in told.stdout
+        assert decided_by_the_seed in reported.stdout
+    assert "the lake is true" in reported.stdout
     assert len(running_in(tmp_path / "demo")) == 4
     for query in QUERIES:
-        assert query in told.stdout
+        assert query in reported.stdout
         assert run("query", str(tmp_path / "demo" / "lake"), query)
-    last = told.stdout.splitlines()[-1].split()
+    last = reported.stdout.splitlines()[-1].split()
     assert last[0] == "kill"
     subprocess.run(last, check=True)
     _all_end(tmp_path)
@@ -124,10 +124,11 @@ def test_a_demo_that_was_left_running_is_not_swept_away_by_the_next(tmp_path: Pa
         remember(node, tmp_path / "demo")
         until(lambda: (data / "lock").exists(), waiting_for="the node", actors=[node])
         again = [sys.executable, "-m", "demo", "--directory", str(tmp_path / "demo")]
-        told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert told.returncode == 1
+        reported = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert reported.returncode == 1
         assert (
-            told.stderr == f"demo: an earlier one still runs there; stop it first: kill {node.process.pid}\n"
+            reported.stderr
+            == f"demo: an earlier one still runs there; stop it first: kill {node.process.pid}\n"
         )
         assert (data / "lock").exists()
     finally:
@@ -140,10 +141,10 @@ def test_a_directory_that_is_not_of_a_demo_is_left_alone(tmp_path: Path) -> None
     (tmp_path / "letter").write_text("dear reader")
     for place in (tmp_path, tmp_path / "letter"):
         again = [sys.executable, "-m", "demo", "--directory", str(place)]
-        told = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert told.returncode == 1
+        reported = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert reported.returncode == 1
         assert (
-            told.stderr
+            reported.stderr
             == f"demo: {place} holds something else; move that away, or name another --directory\n"
         )
     assert (tmp_path / "letter").read_text() == "dear reader"
@@ -160,9 +161,9 @@ def test_interrupted_while_it_is_still_being_imported_it_ends_without_a_tracebac
         assert demo.stderr is not None
         assert any("upper/__init__" in line for line in demo.stderr)
         demo.send_signal(signal.SIGINT)
-        said = demo.stderr.read()
+        printed = demo.stderr.read()
     assert demo.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
 
 
 def _all_end(directory: Path) -> None:

@@ -47,8 +47,8 @@ class Step:
     @property
     def make(self) -> str | None:
         """The `make` command that this is, without the comment behind it."""
-        said = self.text.partition("#")[0].strip()
-        return said if said.split()[:1] == ["make"] else None
+        command = self.text.partition("#")[0].strip()
+        return command if command.split()[:1] == ["make"] else None
 
     @property
     def background(self) -> bool:
@@ -116,13 +116,13 @@ def _conversation(block: Block) -> Iterator[Step]:
     shown: list[str] = []
     line = block.line
 
-    def said() -> Step:
+    def step() -> Step:
         return Step(line, "\n".join(asked), "sh", tuple(shown), loose)
 
     for number, text in enumerate(block.lines, block.line + 1):
         if text.startswith("$ "):
             if asked:
-                yield said()
+                yield step()
             asked, shown, line = [text[2:]], [], number
         elif asked and not shown and (text.startswith("> ") or asked[-1].endswith("\\")):
             asked.append(text.removeprefix("> "))
@@ -130,7 +130,7 @@ def _conversation(block: Block) -> Iterator[Step]:
             assert asked, f"{block}: output before the first `$ command`"
             shown.append(text)
     if asked:
-        yield said()
+        yield step()
 
 
 def _commands(block: Block) -> Iterator[Step]:

@@ -176,7 +176,7 @@ class Shell:
         else:
             status = self._run_command(step, deadline)
         if status:
-            raise Trouble(f"line {step.line}: ended with {status}\n{step.text}\n{self._said()}")
+            raise Trouble(f"line {step.line}: ended with {status}\n{step.text}\n{self._so_far()}")
         if step.background:
             self._until_ready(step, deadline)
         elif step.shown and not step.interrupted:
@@ -223,10 +223,10 @@ class Shell:
     def _ended(self, step: Step, deadline: float) -> int:
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([self._status], [], [], left)[0]:
-            raise Trouble(f"line {step.line}: did not end in time\n{step.text}\n{self._said()}")
+            raise Trouble(f"line {step.line}: did not end in time\n{step.text}\n{self._so_far()}")
         answer = os.read(self._status, 16)
         if not answer:
-            raise Trouble(f"line {step.line}: ended the shell\n{step.text}\n{self._said()}")
+            raise Trouble(f"line {step.line}: ended the shell\n{step.text}\n{self._so_far()}")
         return int(answer)
 
     def _interrupted(self, step: Step, deadline: float) -> int:
@@ -238,7 +238,7 @@ class Shell:
             if time.monotonic() > deadline:
                 self._compare(step, shown)
             if select.select([self._status], [], [], 0.05)[0]:
-                raise Trouble(f"line {step.line}: ended by itself\n{step.text}\n{self._said()}")
+                raise Trouble(f"line {step.line}: ended by itself\n{step.text}\n{self._so_far()}")
         for child in set(self._children()) - before:
             os.killpg(child, signal.SIGINT)
         status = self._ended(step, deadline)
@@ -262,7 +262,7 @@ class Shell:
         self._interpreter.stdin.flush()
         while not (answer.exists() and answer.read_text()):
             if self._interpreter.poll() is not None or time.monotonic() > deadline:
-                raise Trouble(f"line {step.line}: the program did not end\n{step.text}\n{self._said()}")
+                raise Trouble(f"line {step.line}: the program did not end\n{step.text}\n{self._so_far()}")
             time.sleep(0.02)
         return int(answer.read_text())
 
@@ -286,7 +286,9 @@ class Shell:
             assert port is not None
             while not _answers(int(port[1])):
                 if time.monotonic() > deadline:
-                    raise Trouble(f"line {step.line}: the node does not answer\n{step.text}\n{self._said()}")
+                    raise Trouble(
+                        f"line {step.line}: the node does not answer\n{step.text}\n{self._so_far()}"
+                    )
                 time.sleep(0.05)
 
     def _matches(self, step: Step, shown: tuple[str, ...]) -> bool:
@@ -297,7 +299,7 @@ class Shell:
     def _compare(self, step: Step, shown: tuple[str, ...]) -> None:
         if not self._matches(step, shown):
             wanted = "\n".join(shown)
-            raise Trouble(f"line {step.line}: {step.text}\n--- the page shows\n{wanted}\n{self._said()}")
+            raise Trouble(f"line {step.line}: {step.text}\n--- the page shows\n{wanted}\n{self._so_far()}")
 
     def _output(self) -> tuple[str, str]:
         texts = []
@@ -307,7 +309,7 @@ class Shell:
             texts.append(text if not text or text.endswith("\n") else f"{text}\n")
         return texts[0], texts[1]
 
-    def _said(self) -> str:
+    def _so_far(self) -> str:
         return "--- it said\n" + "".join(self._output())
 
     # ── Processes ─────────────────────────────────────────────────────────────────────────────────

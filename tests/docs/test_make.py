@@ -112,13 +112,13 @@ def test_make_format_leaves_alone_what_make_check_is_content_with(clone: Path) -
 
 def test_make_quick_leaves_out_what_is_slow(clone: Path) -> None:
     # Two files stand for all: whatever `make quick` runs, this very run runs as well.
-    said = make("quick", "PYTEST_ARGS=tests/test_api.py tests/test_packaging.py", at=clone)
-    assert re.search(r"\d+ passed, \d+ deselected", said)
+    printed = make("quick", "PYTEST_ARGS=tests/test_api.py tests/test_packaging.py", at=clone)
+    assert re.search(r"\d+ passed, \d+ deselected", printed)
 
 
 def test_make_soak_runs_the_given_number_of_histories(clone: Path) -> None:
-    said = make("soak", "HISTORIES=3", at=clone)
-    assert re.search(r"\b\d+ passed", said)
+    printed = make("soak", "HISTORIES=3", at=clone)
+    assert re.search(r"\b\d+ passed", printed)
 
 
 @pytest.mark.slow

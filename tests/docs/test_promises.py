@@ -21,8 +21,8 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
             assert (TOP / name).exists(), f"{page.name} names {name}, which does not exist"
         elif re.fullmatch(r"test_\w+\.py", name):
             assert any(path.name == name for path in TESTS), f"{page.name} names {name}; there is none"
-        elif said := re.fullmatch(r"(test_\w+)(…|\.\.\.)?", name):
-            sign = said[1] if said[2] else f"{said[1]}("
+        elif matched := re.fullmatch(r"(test_\w+)(…|\.\.\.)?", name):
+            sign = matched[1] if matched[2] else f"{matched[1]}("
             assert any(f"def {sign}" in text for text in TESTS.values()), (
                 f"{page.name} names {name}; there is no such test"
             )

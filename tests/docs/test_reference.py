@@ -17,16 +17,16 @@ REFERENCE = TOP / "docs" / "reference"
 
 
 def test_the_page_of_verbs_is_what_the_parsers_say() -> None:
-    told = "docs/reference/cli.md is out of date: python -m tools.reference cli > docs/reference/cli.md"
-    assert (REFERENCE / "cli.md").read_text() == cli_page(), told
+    reported = "docs/reference/cli.md is out of date: python -m tools.reference cli > docs/reference/cli.md"
+    assert (REFERENCE / "cli.md").read_text() == cli_page(), reported
 
 
 def test_the_page_of_settings_is_what_the_classes_say() -> None:
-    told = (
+    reported = (
         "docs/reference/settings.md is out of date: "
         "python -m tools.reference settings > docs/reference/settings.md"
     )
-    assert (REFERENCE / "settings.md").read_text() == settings_page(), told
+    assert (REFERENCE / "settings.md").read_text() == settings_page(), reported
 
 
 def test_every_verb_and_every_option_is_on_the_page() -> None:

@@ -21,8 +21,8 @@ from upper.wire.table import Dialect
 
 USUAL = settings().max_examples
 PACKETS = st.sampled_from([vector.on_the_wire for vector in vectors()])
-SPEAKERS = st.sampled_from([None, *Side])
-SPOKEN = st.sampled_from(list(DIALECTS.values()))
+SENDERS = st.sampled_from([None, *Side])
+ANY_DIALECT = st.sampled_from(list(DIALECTS.values()))
 
 
 @st.composite
@@ -48,34 +48,34 @@ def mutated(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-def outcome(spoken: Dialect, data: bytes, by: Side | None = None) -> Message | RemoteProtocolError:
+def outcome(dialect: Dialect, data: bytes, by: Side | None = None) -> Message | RemoteProtocolError:
     """What came of it; any other exception goes through."""
     try:
-        return spoken.decode(data, by=by)
+        return dialect.decode(data, by=by)
     except RemoteProtocolError as error:
         return error
 
 
 @settings(max_examples=15 * USUAL)
-@given(mutated(), SPOKEN, SPEAKERS)
+@given(mutated(), ANY_DIALECT, SENDERS)
 def test_a_mutated_packet_is_a_message_or_a_protocol_error(
-    data: bytes, spoken: Dialect, by: Side | None
+    data: bytes, dialect: Dialect, by: Side | None
 ) -> None:
-    came = outcome(spoken, data, by)
+    came = outcome(dialect, data, by)
     if isinstance(came, RemoteProtocolError):
         assert came.at is not None
         assert 0 <= came.at <= len(data)
     else:
         # What was understood can be said again, and then means the same.
-        assert spoken.decode(spoken.encode(came), by=by) == came
+        assert dialect.decode(dialect.encode(came), by=by) == came
 
 
 @settings(max_examples=5 * USUAL)
-@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | SPOKEN)
+@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | ANY_DIALECT)
 def test_a_server_answers_or_closes_whatever_it_receives(
-    packets: list[bytes], spoken: Dialect | None
+    packets: list[bytes], dialect: Dialect | None
 ) -> None:
-    end = ServerEnd(spoken)
+    end = ServerEnd(dialect)
     got: list[Message | Refused] = []
     for data in packets:
         try:
@@ -91,11 +91,11 @@ def test_a_server_answers_or_closes_whatever_it_receives(
 
 
 @settings(max_examples=5 * USUAL)
-@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | SPOKEN)
+@given(st.lists(mutated(), min_size=1, max_size=4), st.none() | ANY_DIALECT)
 def test_a_client_reads_messages_or_raises_a_protocol_error(
-    packets: list[bytes], spoken: Dialect | None
+    packets: list[bytes], dialect: Dialect | None
 ) -> None:
-    end = ClientEnd(spoken)
+    end = ClientEnd(dialect)
     try:
         for data in packets:
             end.receive(data)
@@ -104,10 +104,10 @@ def test_a_client_reads_messages_or_raises_a_protocol_error(
 
 
 @settings(max_examples=5 * USUAL)
-@given(mutated(), st.none() | SPOKEN)
-def test_pictures_are_drawn_of_anything_that_can_be_read(data: bytes, spoken: Dialect | None) -> None:
+@given(mutated(), st.none() | ANY_DIALECT)
+def test_pictures_are_drawn_of_anything_that_can_be_read(data: bytes, dialect: Dialect | None) -> None:
     try:
-        for picture in pictures(data, spoken):
+        for picture in pictures(data, dialect):
             assert picture.table()
             assert picture.record()
     except RemoteProtocolError:
@@ -115,6 +115,6 @@ def test_pictures_are_drawn_of_anything_that_can_be_read(data: bytes, spoken: Di
 
 
 @settings(max_examples=5 * USUAL)
-@given(st.binary(max_size=200), SPOKEN)
-def test_plain_noise_is_a_message_or_a_protocol_error(data: bytes, spoken: Dialect) -> None:
-    outcome(spoken, data)
+@given(st.binary(max_size=200), ANY_DIALECT)
+def test_plain_noise_is_a_message_or_a_protocol_error(data: bytes, dialect: Dialect) -> None:
+    outcome(dialect, data)

@@ -13,27 +13,31 @@ from upper.history.resume import Resume, RollbackTo, decide
 from upper.model.values import ZERO, BranchId, FailoverLog, Position, Seqno, Version
 
 
-def test_a_correct_consumer_ends_equal_in_every_history_of_six_events(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_in_every_history_of_six_events(
+    summarise: Callable[[str], None],
+) -> None:
     explored = Model(keys=2, followers=2).explore(6)
-    say(f"2 keys, 3 copies, 6 events: {explored}")
+    summarise(f"2 keys, 3 copies, 6 events: {explored}")
     pages.hold("testing.md", "six events", f"2 keys, 3 copies, 6 events: {explored}.")
     assert explored.rollbacks > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_correct_consumer_ends_equal_in_every_history_of_seven_events(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_in_every_history_of_seven_events(
+    summarise: Callable[[str], None],
+) -> None:
     explored = Model(keys=2, followers=2).explore(7)
-    say(f"2 keys, 3 copies, 7 events: {explored}")
+    summarise(f"2 keys, 3 copies, 7 events: {explored}")
     pages.hold("testing.md", "seven events", f"2 keys, 3 copies, 7 events: {explored}.")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_correct_consumer_ends_equal_with_longer_snapshots(say: Callable[[str], None]) -> None:
+def test_a_correct_consumer_ends_equal_with_longer_snapshots(summarise: Callable[[str], None]) -> None:
     """Three keys: a follower can be interrupted twice inside one snapshot."""
     explored = Model(keys=3, followers=2).explore(6)
-    say(f"3 keys, 3 copies, 6 events: {explored}")
+    summarise(f"3 keys, 3 copies, 6 events: {explored}")
     pages.hold("testing.md", "three keys", f"3 keys, 3 copies, 6 events: {explored}.")
 
 
@@ -51,8 +55,8 @@ def test_dropping_what_lies_past_the_rollback_point_is_not_enough() -> None:
     old, new = BranchId(1), BranchId(2)
     replica = {b"a": 1, b"b": 2}
     log = FailoverLog((Version(new, Seqno(2)), Version(old, ZERO)))
-    told = decide(Position.at(old, Seqno(3)), log, high=Seqno(2), purged=ZERO)
-    assert told == RollbackTo(Seqno(2), "histories diverge at 2")
+    reported = decide(Position.at(old, Seqno(3)), log, high=Seqno(2), purged=ZERO)
+    assert reported == RollbackTo(Seqno(2), "histories diverge at 2")
 
     cut_off = {key: seqno for key, seqno in {b"b": 2, b"a": 3}.items() if seqno <= 2}
     claim = Position.at(old, Seqno(2))

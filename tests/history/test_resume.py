@@ -30,8 +30,8 @@ def test_the_worked_example_of_the_specification() -> None:
     high = Seqno(500)
 
     asked = Position.at(drf394, Seqno(434))
-    told = decide(asked, producer, high=high, purged=ZERO)
-    assert told == RollbackTo(Seqno(426), "histories diverge at 426")
+    reported = decide(asked, producer, high=high, purged=ZERO)
+    assert reported == RollbackTo(Seqno(426), "histories diverge at 426")
 
     for branch in (qer053, drf394):  # the example names the new branch; the old one is as true of 418
         again = Position.at(branch, Seqno(418))
@@ -142,13 +142,13 @@ def test_obeying_always_ends_and_never_goes_forward(
     asked: Position, producer: FailoverLog, high: Seqno, purged: Seqno
 ) -> None:
     steps = 0
-    while isinstance(told := decide(asked, producer, high=high, purged=purged), RollbackTo):
-        assert told.to < asked.seqno
-        asked = Position.at(asked.branch, told.to)
+    while isinstance(reported := decide(asked, producer, high=high, purged=purged), RollbackTo):
+        assert reported.to < asked.seqno
+        asked = Position.at(asked.branch, reported.to)
         steps += 1
         assert steps <= 3
-    assert isinstance(told, Resume)
-    assert told.at == asked
+    assert isinstance(reported, Resume)
+    assert reported.at == asked
 
 
 @given(positions(), failover_logs(), seqnos, seqnos)

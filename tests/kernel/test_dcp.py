@@ -42,11 +42,11 @@ def test_a_record_means_the_same_in_dcp_and_upr(
     sent = cut(kernel.join(records, opaque, dcp=form))
     assert len(sent) == len(records)
     for packet_, record in zip(sent, records, strict=True):
-        said = DCP.decode(packet_, by=Side.SERVER)
+        fields = DCP.decode(packet_, by=Side.SERVER)
         meant = UPR.decode(record, by=Side.SERVER)
         assert isinstance(meant, MutationMessage | DeletionMessage | ExpirationMessage)
         expected = in_form(replace(meant, opaque=opaque), form)
-        assert said == expected
+        assert fields == expected
         assert DCP.encode(expected) == packet_
 
 
@@ -59,12 +59,12 @@ def in_form(change: MutationMessage | DeletionMessage, form: int) -> MutationMes
         if isinstance(change, ExpirationMessage) and form & DcpForm.EXPIRATIONS
         else DeletionMessage
     )
-    said = {
+    fields = {
         name: getattr(change, name) for name in ("partition", "key", "seqno", "revision", "cas", "opaque")
     }
     if form & DcpForm.DELETE_TIMES:
-        said["deleted_at"] = change.cas // 10**9 & 0xFFFF_FFFF
-    return kind(**said)
+        fields["deleted_at"] = change.cas // 10**9 & 0xFFFF_FFFF
+    return kind(**fields)
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -120,7 +120,7 @@ def interrupt(kind: str, *, node: Node, copy: Copy, bucket: Bucket, random: Rand
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_hundred_interruptions_leave_an_equal_copy_and_little_fetched_twice(
-    tmp_path: Path, say: Callable[[str], None]
+    tmp_path: Path, summarise: Callable[[str], None]
 ) -> None:
     seed = int(os.environ.get("UPPER_SEED", "1"))
     random = Random(seed)
@@ -141,7 +141,7 @@ def test_two_hundred_interruptions_leave_an_equal_copy_and_little_fetched_twice(
         copy.finish()
         truth = {key: item.value for key, item in bucket.get_many(b"k%d" % n for n in range(KEYS)).items()}
         assert copy.items() == truth
-    say(report(copy, writer, len(kinds), time.monotonic() - began))
+    summarise(report(copy, writer, len(kinds), time.monotonic() - began))
 
 
 def report(copy: Copy, writer: Writer, interruptions: int, seconds: float) -> str:

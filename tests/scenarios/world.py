@@ -116,7 +116,7 @@ class Stream:
     sent: Seqno
     until: Seqno
     whole: bool
-    told: Seqno  # the last seqno that the consumer knows of
+    last_sent: Seqno  # the last seqno that the consumer knows of
     prefix: bytes = b""  # of the keys that it wants
     resumes: Seqno | None = None  # where the snapshot begins that its consumer is inside of
     open: bool = True
@@ -147,27 +147,27 @@ class Session:
             case Open():
                 # A server before 5.0 does not have the later flags.
                 if message.flags == 1 or self.world.seed % 2:
-                    self.say(Acknowledged(opcode=0x50, opaque=message.opaque))
+                    self.send(Acknowledged(opcode=0x50, opaque=message.opaque))
                 else:
                     refused = Status.INVALID_ARGUMENTS
-                    self.say(Refusal(opcode=0x50, status=refused, opaque=message.opaque))
+                    self.send(Refusal(opcode=0x50, status=refused, opaque=message.opaque))
             case Control() if message.opaque == OPTIONAL and self.world.random.random() < 0.5:
-                self.say(Refusal(opcode=0x5E, status=Status.INVALID_ARGUMENTS, opaque=message.opaque))
+                self.send(Refusal(opcode=0x5E, status=Status.INVALID_ARGUMENTS, opaque=message.opaque))
             case Control():
                 if message.name == b"filter.key.prefix":
                     self.prefix = message.setting
-                self.say(Acknowledged(opcode=0x5E, opaque=message.opaque))
+                self.send(Acknowledged(opcode=0x5E, opaque=message.opaque))
             case BufferAck():
                 self.acknowledged += message.size
             case SeqnosRequest():
                 mine = [shard for shard in self.world.shards.values() if shard.owner == self.node]
                 seqnos = tuple((shard.id, shard.high) for shard in mine)
-                self.say(SeqnosAnswer(opaque=message.opaque, seqnos=seqnos))
+                self.send(SeqnosAnswer(opaque=message.opaque, seqnos=seqnos))
             case FailoverLogRequest():
                 self.world.ambush(self.wire, message.partition)
                 if (shard := self.mine(message.partition, message.opaque, FailoverLogRequest)) is not None:
                     of = {"opaque": message.opaque, "partition": shard.id}
-                    self.say(FailoverLogAnswer(versions=shard.log.versions, **of))  # type: ignore[arg-type]
+                    self.send(FailoverLogAnswer(versions=shard.log.versions, **of))  # type: ignore[arg-type]
                 self.world.ambush(self.wire, message.partition)
             case StreamRequest():
                 self.world.ambush(self.wire, message.partition)
@@ -184,7 +184,7 @@ class Session:
         value = self.world.map() if self.world.random.random() < 0.5 and dialect.log_in_answer else b""
         opcode = dialect.opcode(asked)
         status = Status.NOT_MY_VBUCKET
-        self.say(Refusal(opcode=opcode, status=status, opaque=opaque, partition=partition, value=value))
+        self.send(Refusal(opcode=opcode, status=status, opaque=opaque, partition=partition, value=value))
         return None
 
     def open(self, shard: Shard, request: StreamRequest) -> None:
@@ -193,13 +193,13 @@ class Session:
         match resume.answer(request, shard.log, high=shard.high, purged=shard.purged):
             case resume.RollbackTo(to, _):
                 self.world.counts["rollbacks"] += 1
-                self.say(RollbackAnswer(opaque=request.opaque, seqno=to, partition=shard.id))
+                self.send(RollbackAnswer(opaque=request.opaque, seqno=to, partition=shard.id))
             case resume.Refuse(why):
                 raise AssertionError(why)
             case resume.Resume(at):
                 bounds = self.world.dialect.snapshot_bounds
                 versions = shard.log.versions if request.flags & StreamFlag.SEND_LOG or bounds else ()
-                self.say(StreamAccepted(opaque=request.opaque, versions=versions, partition=shard.id))
+                self.send(StreamAccepted(opaque=request.opaque, versions=versions, partition=shard.id))
                 whole = bool(request.flags & StreamFlag.WHOLE_SNAPSHOTS) or bounds
                 end = request.end
                 if request.flags & StreamFlag.UNTIL_NOW:
@@ -211,10 +211,10 @@ class Session:
                 shard.streams.append(stream)
                 self.streams.append(stream)
                 if self.world.dialect.rows.get(StreamStart):
-                    self.say(StreamStart(partition=shard.id, opaque=request.opaque))
+                    self.send(StreamStart(partition=shard.id, opaque=request.opaque))
                 self.world.pump(stream)
 
-    def say(self, *messages: Message) -> None:
+    def send(self, *messages: Message) -> None:
         if not self.wire.alive:
             return
         self.wire.to_client(b"".join(self.world.dialect.encode(message) for message in messages))
@@ -376,14 +376,14 @@ class World:
             return
         of = {"partition": shard.id, "opaque": stream.opaque}
         if 0 < stream.sent < shard.purged:
-            if stream.told == 0:
+            if stream.last_sent == 0:
                 pass  # who has nothing has nothing to lose
             elif self.dialect.snapshot_bounds:  # DCP's consumers have no message for a flush
                 self.end(stream, EndReason.STATE_CHANGED)
                 return
-            elif stream.told + 1 == stream.sent + 1 == shard.high and shard.history[-1].key is None:
-                stream.sent = stream.told = shard.high
-                session.say(FlushMessage(**of))  # type: ignore[arg-type]
+            elif stream.last_sent + 1 == stream.sent + 1 == shard.high and shard.history[-1].key is None:
+                stream.sent = stream.last_sent = shard.high
+                session.send(FlushMessage(**of))  # type: ignore[arg-type]
             else:
                 self.end(stream, EndReason.TOO_SLOW)
                 return
@@ -396,24 +396,24 @@ class World:
             closes, upto = True, high
             if high > stream.until and not stream.whole:
                 closes, upto = False, stream.until
-            said: list[Message] = [SnapshotMarker(**of)]  # type: ignore[arg-type]
+            messages: list[Message] = [SnapshotMarker(**of)]  # type: ignore[arg-type]
             for entry in changes:
                 if entry.seqno <= upto and entry.key is not None and entry.key.startswith(stream.prefix):
                     kind = DeletionMessage if entry.value is None else MutationMessage
                     value = entry.value or b""
-                    said.append(kind(key=entry.key, value=value, seqno=entry.seqno, **of))  # type: ignore[arg-type]
-                    stream.told = entry.seqno
-            if stream.prefix and closes and stream.told < upto:
-                said.append(SeqnoAdvanced(seqno=upto, **of))  # type: ignore[arg-type]
-                stream.told = upto
+                    messages.append(kind(key=entry.key, value=value, seqno=entry.seqno, **of))  # type: ignore[arg-type]
+                    stream.last_sent = entry.seqno
+            if stream.prefix and closes and stream.last_sent < upto:
+                messages.append(SeqnoAdvanced(seqno=upto, **of))  # type: ignore[arg-type]
+                stream.last_sent = upto
             if self.dialect.snapshot_bounds:
-                if len(said) > 1:
+                if len(messages) > 1:
                     start = stream.sent if stream.resumes is None else stream.resumes
-                    said[0] = SnapshotMarker(start=start, end=stream.told, kind=1, **of)  # type: ignore[arg-type]
+                    messages[0] = SnapshotMarker(start=start, end=stream.last_sent, kind=1, **of)  # type: ignore[arg-type]
                     stream.resumes = None
-                    session.say(*said)
-            elif len(said) > 1 or closes:
-                session.say(*said, *([SnapshotEndMessage(**of)] if closes else []))  # type: ignore[arg-type]
+                    session.send(*messages)
+            elif len(messages) > 1 or closes:
+                session.send(*messages, *([SnapshotEndMessage(**of)] if closes else []))  # type: ignore[arg-type]
             stream.sent = high
         if stream.sent >= stream.until:
             self.end(stream, EndReason.OK)
@@ -422,7 +422,7 @@ class World:
         if stream.open:
             stream.open = False
             stream.shard.streams.remove(stream)
-            stream.session.say(StreamEnd(partition=stream.shard.id, opaque=stream.opaque, reason=reason))
+            stream.session.send(StreamEnd(partition=stream.shard.id, opaque=stream.opaque, reason=reason))
 
     # ── Faults ────────────────────────────────────────────────────────────────────────────────────
 

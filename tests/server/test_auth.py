@@ -93,15 +93,18 @@ def scram(
     client_key = hmac.digest(salted, b"Client Key", digest)
     stored_key = hashlib.new(digest, client_key).digest()
     without_proof = f"c={base64.b64encode(bound.encode()).decode()},r={fields['r']}"
-    said = f"{bare},{first.value.decode()},{without_proof}".encode()
-    proof = bytes(a ^ b for a, b in zip(client_key, hmac.digest(stored_key, said, digest), strict=True))
+    auth_message = f"{bare},{first.value.decode()},{without_proof}".encode()
+    proof = bytes(
+        a ^ b for a, b in zip(client_key, hmac.digest(stored_key, auth_message, digest), strict=True)
+    )
     answer = peer.ask(
         Opcode.SASL_STEP, mechanism.encode(), f"{without_proof},p={base64.b64encode(proof).decode()}".encode()
     )
     if answer.status == 0:
         server_key = hmac.digest(salted, b"Server Key", digest)
         assert (
-            answer.value.decode() == f"v={base64.b64encode(hmac.digest(server_key, said, digest)).decode()}"
+            answer.value.decode()
+            == f"v={base64.b64encode(hmac.digest(server_key, auth_message, digest)).decode()}"
         )
     return answer
 

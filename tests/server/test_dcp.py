@@ -305,14 +305,16 @@ def test_seqnos_on_a_dcp_connection_are_those_that_its_streams_reach(node: Node,
     assert [highs[0], highs[1], highs[2]] == [3, 1, 0]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_stream_that_is_closed_is_answered_and_ends_if_that_was_asked_for(peer: Peer, told: bool) -> None:
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_stream_that_is_closed_is_answered_and_ends_if_that_was_asked_for(
+    peer: Peer, reported: bool
+) -> None:
     name = "send_stream_end_on_client_close_stream"
-    assert isinstance(peer.control(name, str(told).lower()), Acknowledged)
+    assert isinstance(peer.control(name, str(reported).lower()), Acknowledged)
     peer.accepted(opaque=9)
     peer.send(StopStream(partition=P0, opaque=70))
     assert peer.wait_for(Acknowledged, 70).opcode == CLOSE
-    if told:
+    if reported:
         end = peer.wait_for(StreamEnd)
         assert (end.reason, end.opaque) == (EndReason.CLOSED, 9)
     write(peer, b"a")

@@ -151,10 +151,10 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
         running.disk.released.set()
         writer.wait_for(Response, 4)
         seen = late.until(lambda message: isinstance(message, MutationMessage) and message.key == b"c")
-        told = [(m.key, m.seqno) if isinstance(m, MutationMessage) else type(m) for m in seen]
+        reported = [(m.key, m.seqno) if isinstance(m, MutationMessage) else type(m) for m in seen]
         changes = [
             one
-            for one in told
+            for one in reported
             if one not in (SnapshotEndMessage,) and (isinstance(one, tuple) or one is FlushMessage)
         ]
         assert changes == [(b"a", 2), (b"b", 3), FlushMessage, (b"c", 5)]

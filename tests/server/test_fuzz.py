@@ -134,18 +134,18 @@ def _interference(door: Door, partition: int, value: bytes) -> str | None:
     """What kept a client from writing, reading and following its value, or None if nothing did."""
     with door.peer() as peer:
         # Hostile peers may change states, and lock; requests of one packet are not interleaved with theirs.
-        said = packet(Opcode.SET_VBUCKET_STATE, extras=b"\1", partition=partition, opaque=0)
+        requests = packet(Opcode.SET_VBUCKET_STATE, extras=b"\1", partition=partition, opaque=0)
         for number in range(150):  # more than TAP sends without asking for an acknowledgement
-            said += packet(
+            requests += packet(
                 Opcode.SETQ, extras=bytes(8), key=b"w%d" % number, value=b"{}", partition=partition
             )
         for number in range(0, 150, 10):
-            said += packet(Opcode.DELETEQ, key=b"w%d" % number, partition=partition)
-        said += packet(
+            requests += packet(Opcode.DELETEQ, key=b"w%d" % number, partition=partition)
+        requests += packet(
             Opcode.SET, extras=bytes(8), key=b"witness", value=value, partition=partition, opaque=1
         )
-        said += packet(Opcode.GET, key=b"witness", partition=partition, opaque=2)
-        peer.socket.sendall(said)
+        requests += packet(Opcode.GET, key=b"witness", partition=partition, opaque=2)
+        peer.socket.sendall(requests)
         answers = [peer.wait_for(Response, number) for number in range(3)]
         if any(answer.status == Status.TEMPORARY_FAILURE for answer in answers):
             return f"changes wait for a promotion to an earlier seqno: {answers}"

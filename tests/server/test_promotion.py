@@ -65,18 +65,18 @@ def test_a_full_journal_during_a_promotion_neither_undoes_it_nor_hides_it(tmp_pa
         disk.journal_full = True
         answer = peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=promotion(to=10))
         assert answer.status == 0
-        said = json.loads(answer.value)
-        assert (said["seqno"], said["high"]) == (10, 20)
-        assert int(said["branch"]) != branch
-        told = peer.follow(0, start=20, branch=branch)
-        assert isinstance(told, RollbackAnswer)
-        assert told.seqno == 10
+        answered = json.loads(answer.value)
+        assert (answered["seqno"], answered["high"]) == (10, 20)
+        assert int(answered["branch"]) != branch
+        reported = peer.follow(0, start=20, branch=branch)
+        assert isinstance(reported, RollbackAnswer)
+        assert reported.seqno == 10
         disk.journal_full = False
     with Running(tmp_path / "data") as running, running.peer() as peer:
         peer.set(b"another", b"v")
-        told = peer.follow(0, start=20, branch=branch)
-        assert isinstance(told, RollbackAnswer)
-        assert told.seqno == 10
+        reported = peer.follow(0, start=20, branch=branch)
+        assert isinstance(reported, RollbackAnswer)
+        assert reported.seqno == 10
 
 
 def test_a_promotion_that_the_disk_refuses_is_reported_at_once(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_deleted_copy_is_empty_and_another_history_after_a_kill(node: Node) ->
         assert peer.ask(Opcode.GET_VBUCKET_STATE).value == DEAD
         assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=ACTIVE).status == 0
         assert peer.get(b"k").status == Status.KEY_NOT_FOUND
-        told = peer.follow(Partition(0), start=1, branch=branch)
-        assert isinstance(told, RollbackAnswer)
-        assert told.seqno == 0
+        reported = peer.follow(Partition(0), start=1, branch=branch)
+        assert isinstance(reported, RollbackAnswer)
+        assert reported.seqno == 0
 
 
 def test_a_rollback_does_not_read_the_consumers_beside_the_loop_that_changes_them(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def test_a_copied_directory_begins_a_branch_and_its_consumers_roll_back(
     with Node(tmp_path / "copy", partitions=PARTITIONS).start() as copy, Peer(copy) as peer:
         peer.set(b"k2", b"copy")
         assert branches(copy) == 2
-        told = peer.follow(0, start=3, branch=branch)
-        assert isinstance(told, RollbackAnswer)
-        assert told.seqno == 2
+        reported = peer.follow(0, start=3, branch=branch)
+        assert isinstance(reported, RollbackAnswer)
+        assert reported.seqno == 2
         peer.accepted(0, start=2, branch=branch)
         copy.stop()
         copy.restart()

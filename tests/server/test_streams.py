@@ -352,12 +352,12 @@ def test_the_failover_log_is_sent_and_grows_with_a_promotion(peer: Peer) -> None
     write(peer, b"a", b"b")
     peer.send(FailoverLogRequest(partition=P0, opaque=3))
     before = peer.wait_for(FailoverLogAnswer).versions
-    told = promote(peer, 0)
+    reported = promote(peer, 0)
     peer.send(FailoverLogRequest(partition=P0, opaque=4))
     after = peer.wait_for(FailoverLogAnswer).versions
     assert len(after) == len(before) + 1
-    assert after[0].seqno == told["seqno"] == 2
-    assert told["branch"] == str(after[0].branch)
+    assert after[0].seqno == reported["seqno"] == 2
+    assert reported["branch"] == str(after[0].branch)
     rows = peer.stats("failovers 0")
     assert rows["vb_0:num_entries"] == "2"
     assert rows["vb_0:0:id"] == str(after[0].branch)
@@ -368,9 +368,9 @@ def test_a_promotion_ends_streams_and_takes_consumers_back_that_went_further(nod
     with Peer(node) as follower:
         branch = follower.accepted().versions[0].branch
         follower.changes(10)
-        told = promote(peer, 0, to=4)
+        reported = promote(peer, 0, to=4)
         assert follower.wait_for(StreamEnd).reason is EndReason.STATE_CHANGED
-        reached = int(str(told["seqno"]))
+        reached = int(str(reported["seqno"]))
         assert reached <= 4
         answer = follower.follow(start=10, branch=branch)
         assert isinstance(answer, RollbackAnswer)

@@ -56,8 +56,8 @@ def live_sync(synced: SyncedLake) -> Iterator[None]:
     try:
         yield
         process.terminate()
-        _, said = process.communicate(timeout=120)
-        assert process.returncode == 0, said.decode()
+        _, printed = process.communicate(timeout=120)
+        assert process.returncode == 0, printed.decode()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -53,8 +53,8 @@ def test_a_driver_killed_between_two_commits_leaves_a_lake_that_the_next_one_com
     before, written = commits(synced), data_files(synced)
 
     process = driver(synced, "--once", program=("-m", "tests.spark.killed", when, table))
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == -signal.SIGKILL, said.decode()
+    _, printed = process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, printed.decode()
     assert data_files(synced) > written, "it died before it had done anything"
     after = commits(synced)
     assert {name: after[name] - before[name] for name in TABLES} == {
@@ -77,8 +77,8 @@ def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_says_what_stays(
     while process.poll() is None and not data_files(synced):
         pass
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=240)
-    assert (process.returncode, said) == (
+    _, printed = process.communicate(timeout=240)
+    assert (process.returncode, printed) == (
         130,
         b"upper: stopped; the next sync resumes from the last commit\n",
     )

@@ -81,9 +81,9 @@ def test_a_node_that_comes_back_behind_takes_rows_back(synced: SyncedLake, node:
     synced.sync()
     synced.check()
     assert synced.rows(LOST) == lost
-    told = list(query(synced.root, "select distinct partition, why from lost order by all"))
-    assert {row["partition"] for row in told} == {0, 3, 9, 12}
-    assert all("diverge at" in row["why"] or "in common" in row["why"] for row in told)
+    reported = list(query(synced.root, "select distinct partition, why from lost order by all"))
+    assert {row["partition"] for row in reported} == {0, 3, 9, 12}
+    assert all("diverge at" in row["why"] or "in common" in row["why"] for row in reported)
 
 
 def test_a_failover_between_planning_and_reading_heals_itself(
@@ -144,9 +144,9 @@ def test_a_live_sync_outlives_its_node_and_ends_when_it_is_stopped(synced: Synce
         eventually(lambda: committed(synced) == 500, within=120.0)
         process.terminate()
         assert process.stderr is not None
-        said = process.stderr.read().decode()
+        printed = process.stderr.read().decode()
         assert process.wait(60) == 0
-        assert "upper: stopping after this round" in said
+        assert "upper: stopping after this round" in printed
         assert not [path for path in (synced.root, *synced.root.rglob("*")) if path.stat().st_mode & 0o077]
     finally:
         if process.poll() is None:
@@ -167,10 +167,10 @@ def test_the_second_sync_on_a_lake_is_refused(synced: SyncedLake, bucket: Any) -
     bucket.set("k", b"v")
     with held(synced.root):
         second = driver(synced, "--once")
-        _, said = second.communicate(timeout=60)
+        _, printed = second.communicate(timeout=60)
     assert second.returncode == 5
-    assert b"another process" in said
-    assert str(os.getpid()).encode() in said
+    assert b"another process" in printed
+    assert str(os.getpid()).encode() in printed
 
 
 def test_a_worker_that_is_killed_is_replaced(synced: SyncedLake, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ LINE = struct.Struct(">BHQ")  # what, partition, seqno
 DURABLE, GOING_BACK, WENT_BACK = 1, 2, 3
 ROUGH = StorageSettings(segment_size=4096, disk_floor=4096, disk_use=1.9, sweep_every=0.01)
 
-Say = Callable[[int, int, int], None]
+Summarise = Callable[[int, int, int], None]
 Line = tuple[int, int, int]
 
 
@@ -65,35 +65,35 @@ def expected(high: int) -> dict[bytes, bytes | None]:
 # ── The child ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def write_for_ever(bucket: BucketStore, say: Say, chance: random.Random) -> None:
+async def write_for_ever(bucket: BucketStore, summarise: Summarise, chance: random.Random) -> None:
     bucket.attach(asyncio.get_running_loop())
     while True:
         for _ in range(chance.randrange(1, 40)):
             write_next(chance.choice(bucket.partitions))
         await bucket.saved()
         for store in bucket.partitions:
-            say(DURABLE, store.id, store.durable)
+            summarise(DURABLE, store.id, store.durable)
 
 
-async def go_back_and_on(bucket: BucketStore, say: Say, chance: random.Random) -> None:
+async def go_back_and_on(bucket: BucketStore, summarise: Summarise, chance: random.Random) -> None:
     while True:
         store = chance.choice(bucket.partitions)
         for _ in range(chance.randrange(1, 60)):
             write_next(store)
         bucket.commit()
-        say(DURABLE, store.id, store.durable)
+        summarise(DURABLE, store.id, store.durable)
         if chance.random() < 0.1:
             bucket.compact([chance.choice(bucket.partitions)])
         to = max(0, store.high - chance.randrange(100))
-        say(GOING_BACK, store.id, to)
+        summarise(GOING_BACK, store.id, to)
         branch = BranchId(chance.getrandbits(40) + 2)
         at = bucket.rollbacks.run(store, Seqno(to), ownership=Ownership.ACTIVE, branch=branch)
-        say(WENT_BACK, store.id, at)
+        summarise(WENT_BACK, store.id, at)
 
 
-def child(directory: Path, settings: StorageSettings, work: object, say: Say, seed: int) -> None:
+def child(directory: Path, settings: StorageSettings, work: object, summarise: Summarise, seed: int) -> None:
     bucket = BucketStore.open(directory, settings, partitions=PARTITIONS)
-    asyncio.run(work(bucket, say, random.Random(seed)))  # type: ignore[operator]
+    asyncio.run(work(bucket, summarise, random.Random(seed)))  # type: ignore[operator]
 
 
 def use_plain_kernel() -> None:
@@ -112,23 +112,23 @@ def killed_after(
             os.close(reader)
             if plain:
                 use_plain_kernel()
-            child(directory, settings, work, lambda *line: _say(writer, line), random.randrange(1 << 30))
+            child(directory, settings, work, lambda *line: _emit(writer, line), random.randrange(1 << 30))
         finally:
             os._exit(1)
     os.close(writer)
     time.sleep(seconds)  # how long the child lives, not a wait for something to happen
     os.kill(pid, signal.SIGKILL)
-    said = b""
+    received = b""
     while data := os.read(reader, 1 << 16):
-        said += data
+        received += data
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status), "the child ended by itself"
-    whole = len(said) // LINE.size * LINE.size
-    return [LINE.unpack_from(said, at) for at in range(0, whole, LINE.size)]
+    whole = len(received) // LINE.size * LINE.size
+    return [LINE.unpack_from(received, at) for at in range(0, whole, LINE.size)]
 
 
-def _say(fd: int, line: Line) -> None:
+def _emit(fd: int, line: Line) -> None:
     os.write(fd, LINE.pack(*line))
 
 
@@ -141,8 +141,8 @@ class ResumePoints:
     def __init__(self) -> None:
         self.least = [0] * PARTITIONS
 
-    def learn(self, said: list[Line]) -> None:
-        for what, partition, seqno in said:
+    def learn(self, received: list[Line]) -> None:
+        for what, partition, seqno in received:
             # Where it is going back is known only when it has arrived.
             self.least[partition] = 0 if what == GOING_BACK else seqno
 
@@ -173,9 +173,9 @@ def test_nothing_acknowledged_is_lost_by_a_kill(
     confirmed = 0
     for turn in range(rounds):
         seconds = chance.uniform(0.002, longest)
-        said = killed_after(seconds, directory, ROUGH, work, plain=bool(turn % 2))
-        confirmed += len(said)
-        known.learn(said)
+        received = killed_after(seconds, directory, ROUGH, work, plain=bool(turn % 2))
+        confirmed += len(received)
+        known.learn(received)
         verify(directory, known)
     if longest > 0.1:
         assert confirmed > rounds, "the child hardly got to write"

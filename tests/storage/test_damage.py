@@ -67,9 +67,9 @@ def damaged(
 
 
 def repaired(directory: Path) -> list[str]:
-    said = [str(finding) for finding in repair(directory)]
+    printed = [str(finding) for finding in repair(directory)]
     assert list(check(directory)) == []
-    return said
+    return printed
 
 
 def test_a_flipped_byte_in_the_journal_is_refused_found_and_repaired(opened: Open, directory: Path) -> None:

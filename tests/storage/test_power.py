@@ -136,7 +136,7 @@ def agree(bucket: BucketStore, histories: Histories) -> None:
 
 
 def live(
-    bucket: BucketStore, chance: random.Random, wall: Wall, told: list[Contents], histories: Histories
+    bucket: BucketStore, chance: random.Random, wall: Wall, reported: list[Contents], histories: Histories
 ) -> None:
     """Whatever happens to a bucket. `told`: what was acknowledged last, and what may be by now."""
     while True:
@@ -147,10 +147,10 @@ def live(
                 store.flush()
             case 1 if store.high > 4:
                 # Before its file has its name a rollback has not happened, afterwards it has.
-                told.append(
+                reported.append(
                     [
                         None if one is store else held
-                        for one, held in zip(bucket.partitions, told[0], strict=True)
+                        for one, held in zip(bucket.partitions, reported[0], strict=True)
                     ]
                 )
                 bucket.rollbacks.run(
@@ -159,9 +159,9 @@ def live(
                     ownership=Ownership.ACTIVE,
                     branch=BranchId(chance.getrandbits(40) + 2),
                 )
-                told[:] = [contents(bucket)]
+                reported[:] = [contents(bucket)]
             case 2:
-                told[1:] = [contents(bucket)]
+                reported[1:] = [contents(bucket)]
                 bucket.compact()
             case _:
                 for _ in range(chance.randint(1, 5)):
@@ -170,16 +170,16 @@ def live(
                         store.delete(key)
                     else:
                         store.write(key, b"%d" % chance.randrange(1000) * chance.randint(1, 40))
-        told[1:] = [contents(bucket)]
+        reported[1:] = [contents(bucket)]
         bucket.commit()
-        told[:] = [contents(bucket)]
+        reported[:] = [contents(bucket)]
         agree(bucket, histories)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, wall: Wall, seed: int) -> None:
     chance = random.Random(seed)
-    told: list[Contents] = [[{}, {}]]
+    reported: list[Contents] = [[{}, {}]]
     histories: Histories = {}
     for cut in range(3):
         root, back = tmp_path / str(cut), tmp_path / str(cut + 1)
@@ -190,16 +190,17 @@ def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, w
             assert not bucket.opening.branched
             found = contents(bucket)
             assert any(
-                all(wanted in (None, held) for held, wanted in zip(found, one, strict=True)) for one in told
+                all(wanted in (None, held) for held, wanted in zip(found, one, strict=True))
+                for one in reported
             ), "something acknowledged is missing, or something is there that was never written"
-            told = [found]
+            reported = [found]
             agree(bucket, histories)
-            live(bucket, chance, wall, told, histories)
+            live(bucket, chance, wall, reported, histories)
         disk.left(root, back, chance)
         if (back / "bucket.json").exists():
             assert list(check(back)) == []
         else:
-            assert told == [[{}, {}]], "a bucket is gone of which something was acknowledged"
+            assert reported == [[{}, {}]], "a bucket is gone of which something was acknowledged"
 
 
 def test_a_directory_that_was_made_is_there_too(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Say
+from tests.conftest import Summarise
 from tests.storage.conftest import Open, Wall
 from tests.storage.test_faults import Full, until
 from upper.errors import NotWritable
@@ -94,7 +94,7 @@ async def live(bucket: BucketStore, histories: Histories, chance: random.Random,
 @pytest.mark.parametrize("quota", [None, 3000])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
-    opened: Open, directory: Path, wall: Wall, seed: int, quota: int | None, say: Say
+    opened: Open, directory: Path, wall: Wall, seed: int, quota: int | None, summarise: Summarise
 ) -> None:
     chance = random.Random(seed)
     settings = StorageSettings(
@@ -114,7 +114,9 @@ def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
         histories.verify(bucket)
     assert runs
     assert histories.rolled_back > histories.to_zero
-    say(f"{histories.rolled_back} rollbacks, {histories.to_zero} of them to zero, among {runs} rewritings")
+    summarise(
+        f"{histories.rolled_back} rollbacks, {histories.to_zero} of them to zero, among {runs} rewritings"
+    )
 
 
 # ── On a disk that is full now and then ───────────────────────────────────────────────────────────

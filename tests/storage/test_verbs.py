@@ -118,13 +118,13 @@ def test_check_reports_damage_of_any_byte(opened: Open, directory: Path) -> None
     bucket.compact(bucket.partitions[:2])
     bucket.partitions[0].write(b"k", b"v")
     bucket.close()
-    told: list[int] = []
-    assert list(check(directory, told.append)) == []
-    assert sum(told) == pytest.approx(2 * weight(directory), rel=0.01)
-    assert len(told) > len(bucket.partitions)
-    told.clear()
-    assert list(repair(directory, told.append)) == []
-    assert sum(told) == pytest.approx(weight(directory), rel=0.01)
+    reported: list[int] = []
+    assert list(check(directory, reported.append)) == []
+    assert sum(reported) == pytest.approx(2 * weight(directory), rel=0.01)
+    assert len(reported) > len(bucket.partitions)
+    reported.clear()
+    assert list(repair(directory, reported.append)) == []
+    assert sum(reported) == pytest.approx(weight(directory), rel=0.01)
 
 
 @pytest.mark.parametrize("verb", ["check", "dump"])

@@ -17,7 +17,7 @@ NAMES = set(DIALECTS)
 
 
 def findings(text: str) -> Iterator[str]:
-    """Every place of a module that tells dialects apart by name or identity."""
+    """Every place of a module that distinguishes dialects by name or identity."""
     for node in ast.walk(ast.parse(text)):
         match node:
             case ast.Compare(left=left, comparators=others) if any(map(_identifies, (left, *others))):
@@ -55,7 +55,7 @@ def _identifies(node: ast.expr) -> bool:
 def _of_a_dialect(node: ast.expr) -> bool:
     match node:
         case ast.Name(name) | ast.Attribute(_, name):
-            return "dialect" in name or name == "spoken"
+            return "dialect" in name
     return False
 
 
@@ -76,7 +76,7 @@ def test_no_module_outside_wire_compares_a_dialect_by_name_or_identity(path: Pat
         "x = follower.dialect.name != other",
         "x = address.scheme == 'tap'",
         "x = 'dcp' == scheme",
-        "x = spoken in (UPR, TAP)",
+        "x = chosen_dialect in (UPR, TAP)",
         "x = {'upr': 1, 'upr0': 2}[scheme]",
         "match self.dialect:\n    case x:\n        pass",
         "match scheme:\n    case 'tap':\n        pass",

@@ -15,8 +15,10 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_reference_page_is_what_the_tables_say() -> None:
-    told = "docs/reference/wire.md is out of date: python -m tools.wire_reference > docs/reference/wire.md"
-    assert (DOCS / "reference" / "wire.md").read_text() == page(), told
+    reported = (
+        "docs/reference/wire.md is out of date: python -m tools.wire_reference > docs/reference/wire.md"
+    )
+    assert (DOCS / "reference" / "wire.md").read_text() == page(), reported
 
 
 @pytest.mark.parametrize("vector", [v for v in PRINTED if v.why], ids=str)

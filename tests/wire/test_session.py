@@ -88,22 +88,22 @@ def test_key_value_stays_allowed_on_a_stream_connection(packet: bytes, dialect: 
     assert (got.opcode, put.opcode, put.value) == (Opcode.GET, Opcode.SET, b"v")
 
 
-@pytest.mark.parametrize(("first", "spoken"), FIRST)
+@pytest.mark.parametrize(("first", "current"), FIRST)
 @pytest.mark.parametrize(("second", "other"), FIRST)
 def test_a_second_dialect_is_refused_with_an_error_that_names_both(
-    first: bytes, spoken: Dialect, second: bytes, other: Dialect
+    first: bytes, current: Dialect, second: bytes, other: Dialect
 ) -> None:
     shared = second[1] in (0x5C, 0x5E)
-    if spoken is other or shared:
+    if current is other or shared:
         return
     session = ServerEnd()
     session.receive(first)
     refused = only(session.receive(second))
     assert isinstance(refused, Refused)
     assert isinstance(refused.error, WrongDialect)
-    assert f"uses {spoken.name} " in str(refused.error)
+    assert f"uses {current.name} " in str(refused.error)
     assert f"is {other.name};" in str(refused.error)
-    assert session.dialect is spoken
+    assert session.dialect is current
     assert header(refused.answer).opaque == header(second).opaque
 
 

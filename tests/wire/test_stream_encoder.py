@@ -65,15 +65,15 @@ def test_records_are_sent_as_the_rows_would_write_them(
     encoder: StreamEncoder, messages: list[MutationMessage], opaque: int
 ) -> None:
     stored = [UPR.encode(message) for message in messages]
-    said: list[MutationMessage | DeletionMessage] = [replace(message, opaque=opaque) for message in messages]
+    sent: list[MutationMessage | DeletionMessage] = [replace(message, opaque=opaque) for message in messages]
     if encoder.dialect.delete_times:
-        said = [
+        sent = [
             replace(message, deleted_at=message.cas // 10**9 & 0xFFFF_FFFF)
             if isinstance(message, DeletionMessage)
             else message
-            for message in said
+            for message in sent
         ]
-    expected = b"".join(map(encoder.dialect.encode, said))
+    expected = b"".join(map(encoder.dialect.encode, sent))
     assert encoder.records(stored, opaque) == expected
     assert encoder.records(tuple(stored), opaque) == expected
 

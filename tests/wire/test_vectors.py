@@ -205,7 +205,7 @@ def test_tap_flags_are_read_from_eight_bytes_as_well() -> None:
 
 
 def test_a_dcp_marker_of_each_version_keeps_what_it_says() -> None:
-    for version, said in (
+    for version, expected in (
         ("v1", (1, 9, 1, None, None, None, None)),
         ("v2_0", (1, 9, 2, 8, 7, None, None)),
         ("v2_2", (1, 9, 2, 8, 7, None, 5)),
@@ -214,7 +214,7 @@ def test_a_dcp_marker_of_each_version_keeps_what_it_says() -> None:
         marker = DCP.decode(named("dcp", f"snapshot_marker_{version}"))
         assert isinstance(marker, SnapshotMarker)
         known = (marker.max_visible, marker.high_completed, marker.high_prepared, marker.purged)
-        assert (marker.start, marker.end, marker.kind, *known) == said
+        assert (marker.start, marker.end, marker.kind, *known) == expected
 
 
 def test_a_dcp_marker_of_an_unknown_version_is_refused_at_its_byte() -> None:

@@ -113,12 +113,12 @@ def plan(
     routes = yield from commands.patient_learn()
     partitions = _partitions(request, routes)
     begins = yield from _since(request, commands, partitions, bucket=bucket)
-    protocol = DIALECTS[dialect]
-    if not protocol.positions:
+    chosen_dialect = DIALECTS[dialect]
+    if not chosen_dialect.positions:
         return Plan(_tap(request, routes, partitions, random=random), begins)
     until = yield from _until(request, commands, partitions)
     less = request.keys_only or request.filtered or request.whole_snapshots
-    if less and not (protocol.settings and protocol.stream_flags):
+    if less and not (chosen_dialect.settings and chosen_dialect.stream_flags):
         raise InvalidArguments(f"{dialect}:// has no filters and no whole snapshots; use upr:// for them")
     flags = StreamFlag.NONE
     if request.keys_only:
@@ -133,15 +133,15 @@ def plan(
             begins.known(partition),
             until=None if until is None else until[partition],
             flags=flags,
-            log_apart=not protocol.log_in_answer,
-            bounds=protocol.snapshot_bounds,
+            log_apart=not chosen_dialect.log_in_answer,
+            bounds=chosen_dialect.snapshot_bounds,
         )
         for partition in partitions
     ]
     follower = Follower(
         consumers,
         routes,
-        dialect=protocol,
+        dialect=chosen_dialect,
         random=random,
         controls=_controls(request),
         settings=request.settings,
