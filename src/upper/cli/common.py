@@ -138,20 +138,19 @@ def url_of(args: Namespace) -> str:
         if args.password_file is not None:
             raise InvalidArguments("--password-file needs a user; give --user NAME, or write upr://NAME@HOST")
         return str(args.url)
-    password = address.read_password() if address.password is not None else _password(address.user)
+    password = address.read_password() if address.password is not None else ask_password(address.user)
     scheme, _, rest = str(args.url).partition("://")
     authority, slash, path = rest.partition("/")
     host = authority.rpartition("@")[2]
     return f"{scheme}://{quote(address.user, safe='')}:{quote(password, safe='')}@{host}{slash}{path}"
 
 
-def _password(user: str) -> str:
-    if (password := os.environ.get("UPPER_PASSWORD")) is not None:
+def ask_password(user: str, *, variable: str = "UPPER_PASSWORD", option: str = "--password-file") -> str:
+    """The password in the environment, or what a prompt gets."""
+    if (password := os.environ.get(variable)) is not None:
         return password
     if not sys.stdin.isatty():
-        raise AuthenticationFailed(
-            f"no password for the user {user}; give --password-file FILE, or set UPPER_PASSWORD"
-        )
+        raise AuthenticationFailed(f"no password for the user {user}; give {option} FILE, or set {variable}")
     from getpass import getpass
 
     return getpass(f"password of {user}: ")

@@ -4,19 +4,47 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace, _MutuallyExclusiveGroup
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Event
 from typing import TYPE_CHECKING
 
-from upper.cli.common import log_to_stderr, number
+from upper.cli.common import as_typed, log_to_stderr, number
+from upper.cli.durations import seconds
 from upper.cli.output import Output
 
 if TYPE_CHECKING:
-    from upper.apps.push.follow import Follow, PushTotals, Tell
+    from upper.apps.push.follow import Follow, PushSettings, PushTotals, Tell
     from upper.apps.push.rounds import PushRound
+
+
+def add_following(parser: ArgumentParser, source: str) -> _MutuallyExclusiveGroup:
+    """What is followed, and how often; the group of the latter. `source`: how the help calls the source."""
+    parser.add_argument(
+        "--prefix", type=as_typed, default=b"", metavar="PREFIX", help="only keys that begin with this"
+    )
+    parser.add_argument(
+        "--name", default="", metavar="NAME", help=f"under which TARGET keeps positions ({source})"
+    )
+    parser.add_argument(
+        "--new-history",
+        action="store_true",
+        help="go on with a source that was made anew: TARGET is brought to its state",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--every", type=seconds, default=1.0, metavar="TIME", help="a round this often, as 500ms (1s)"
+    )
+    how.add_argument("--once", action="store_true", help="bring TARGET up to now, and end")
+    return how
+
+
+def push_settings(args: Namespace) -> PushSettings:
+    from upper.apps.push.follow import PushSettings
+
+    return PushSettings(once=args.once, every=args.every, metrics_port=args.metrics_port)
 
 
 def add_metrics(parser: ArgumentParser) -> None:

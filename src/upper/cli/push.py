@@ -4,55 +4,54 @@ kafka://HOST:PORT[,HOST:PORT...]/TOPIC gets a record for each change, in Debeziu
 for each deletion. Each round is one transaction; positions are in the topic TOPIC.upper. This needs the extra
 upper-kv[kafka].
 
+opensearch://[USER@]HOST[:PORT][,HOST...] with --index gets a document for each key; positions are in the
+index INDEX.upper. opensearchs:// is TLS. Elasticsearch has the same calls. Documents that the index does not
+take are listed in the file of --rejected.
+
 When the source loses changes in a failover, the target is brought to the state of the source. Without --once
 it follows until Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upper.cli.common import add_bucket, as_typed, number, setting, url_of
-from upper.cli.durations import seconds
-from upper.cli.following import add_metrics, run_until_stopped, teller
+from upper.cli.common import add_bucket, ask_password, number, setting, url_of
+from upper.cli.following import add_following, add_metrics, push_settings, run_until_stopped, teller
 from upper.cli.output import ExitCode, Output
 from upper.cli.workers import add_workers, worker_settings
 from upper.errors import InvalidArguments
 
 if TYPE_CHECKING:
+    from upper.apps.push.follow import PushTotals
+    from upper.apps.push.rounds import PushRound
     from upper.apps.push.tasks import Destination
     from upper.pipeline.source import BucketSource
 
 EXAMPLES = """
 upper push upr://127.0.0.1:11210 kafka://127.0.0.1:9092/shop --once --local
 upper push upr://127.0.0.1:11210 kafka://10.0.0.9:9092/shop --setting security.protocol=SSL
+upper push upr://127.0.0.1:11210 opensearch://127.0.0.1:9200 --index shop --once --local
+upper push upr://127.0.0.1:11210 opensearchs://ann@10.0.0.9 --index shop --rejected rejected.jsonl
 """
+SEARCH = ("opensearch", "opensearchs", "elasticsearch", "elasticsearchs")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_bucket(parser)
-    parser.add_argument("target", metavar="TARGET", help="kafka://HOST:PORT[,HOST:PORT...]/TOPIC")
     parser.add_argument(
-        "--prefix", type=as_typed, default=b"", metavar="PREFIX", help="only keys that begin with this"
+        "target", metavar="TARGET", help="kafka://HOST:PORT[,HOST...]/TOPIC or opensearch://HOST[:PORT]"
     )
-    parser.add_argument(
-        "--name", default="", metavar="NAME", help="under which TARGET keeps positions (the bucket's name)"
-    )
-    parser.add_argument(
-        "--new-history",
-        action="store_true",
-        help="go on with a bucket that was made anew: TARGET is brought to its state",
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--every", type=seconds, default=1.0, metavar="TIME", help="a round this often, as 500ms (1s)"
-    )
-    how.add_argument("--once", action="store_true", help="bring TARGET up to now, and end")
-    parser.add_argument(
+    add_following(parser, "the bucket's name")
+    kafka = parser.add_argument_group("Kafka")
+    kafka.add_argument(
         "--setting",
         action="append",
         type=setting,
@@ -60,28 +59,52 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a setting of Kafka's client, such as security.protocol=SSL; may be repeated",
     )
-    parser.add_argument(
+    kafka.add_argument(
         "--settings-file",
         type=Path,
         metavar="FILE",
         help="read such settings from the lines of FILE: the place for passwords",
     )
-    parser.add_argument(
+    kafka.add_argument(
         "--topic-replicas", type=number(1, 100), default=-1, metavar="N", help="of a topic that is created"
+    )
+    search = parser.add_argument_group("OpenSearch")
+    search.add_argument("--index", metavar="INDEX", help="the index that gets the documents")
+    search.add_argument(
+        "--target-password-file",
+        type=Path,
+        metavar="FILE",
+        help="read the password of the user of TARGET from the first line of FILE (UPPER_TARGET_PASSWORD)",
+    )
+    search.add_argument(
+        "--rejected",
+        type=Path,
+        metavar="FILE",
+        help="append a line of JSON to FILE for each document that the index does not take",
     )
     add_metrics(parser)
     add_workers(parser)
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.apps.push.follow import Follow, PushSettings
+    from upper.apps.push.follow import Follow
     from upper.apps.push.rounds import Push
     from upper.spark.workers import workers
 
-    how = PushSettings(once=args.once, every=args.every, metrics_port=args.metrics_port)
-    with _source(args) as source, workers("upper push", worker_settings(args)) as make:
+    show = teller(out)
+    with (
+        _source(args) as source,
+        _rejections(args.rejected) as write,
+        workers("upper push", worker_settings(args)) as make,
+    ):
+
+        def tell(totals: PushTotals, rounds: Sequence[PushRound]) -> None:
+            write(rounds)
+            show(totals, rounds)
+
         push = Push(source, _target(args, source), make(), new_history=args.new_history)
-        run_until_stopped(Follow({"there": push}, how, tell=teller(out)), out, once=args.once)
+        following = Follow({"there": push}, push_settings(args), tell=tell)
+        run_until_stopped(following, out, once=args.once)
     return ExitCode.OK
 
 
@@ -97,14 +120,24 @@ def _source(args: Namespace) -> Iterator[BucketSource]:
 
 
 def _target(args: Namespace, source: BucketSource) -> Destination:
-    from upper.apps.push.kafka import kafka_target
-
     bucket = source.bucket
     name = args.name or bucket.address.bucket
     if args.prefix:
         name += f":{args.prefix.decode(errors='backslashreplace')}"
-    if not args.target.startswith("kafka://"):
-        raise InvalidArguments(f"{args.target} is not a target; write it as kafka://HOST:PORT/TOPIC")
+    scheme = args.target.partition("://")[0]
+    if scheme in SEARCH:
+        from upper.apps.push.opensearch import IndexOptions, IndexTarget, check_index_name
+        from upper.apps.push.search_engine import parse_opensearch
+
+        options = IndexOptions(check_index_name(args.index), name, bucket.partitions)
+        return IndexTarget(parse_opensearch(args.target, lambda user: _password(args, user)), options)
+    if scheme != "kafka":
+        raise InvalidArguments(
+            f"{args.target.rpartition('@')[2]} is not a target; write it as kafka://HOST:PORT/TOPIC or "
+            "opensearch://HOST:PORT"
+        )
+    from upper.apps.push.kafka import kafka_target
+
     settings = dict(args.setting)
     if args.settings_file is not None:
         settings |= dict(
@@ -120,3 +153,37 @@ def _target(args: Namespace, source: BucketSource) -> Destination:
         settings=settings,
         replicas=args.topic_replicas,
     )
+
+
+def _password(args: Namespace, user: str) -> str:
+    from upper.client.url import password_in
+
+    if args.target_password_file is not None:
+        return password_in(args.target_password_file)
+    return ask_password(user, variable="UPPER_TARGET_PASSWORD", option="--target-password-file")
+
+
+@contextmanager
+def _rejections(file: Path | None) -> Iterator[Callable[[Sequence[PushRound]], None]]:
+    """Writes rejected documents to the file; without one nothing is written."""
+    with ExitStack() as stack:
+        written = None
+        if file is not None:
+            try:
+                written = stack.enter_context(open(file, "a", opener=_private))
+            except OSError as error:
+                raise InvalidArguments(
+                    f"{file} cannot be written ({error.strerror}); give --rejected another path"
+                ) from None
+
+        def write(rounds: Sequence[PushRound]) -> None:
+            if written is not None:
+                for done in rounds:
+                    written.writelines(json.dumps(asdict(each)) + "\n" for each in done.rejections)
+                written.flush()
+
+        yield write
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from upper.cli.common import as_typed, url_of
-from upper.cli.durations import seconds
-from upper.cli.following import add_metrics, run_until_stopped, teller
+from upper.cli.common import url_of
+from upper.cli.following import add_following, add_metrics, push_settings, run_until_stopped, teller
 from upper.cli.output import ExitCode, Output
 from upper.cli.workers import add_workers, worker_settings
 
@@ -36,9 +35,6 @@ def add_arguments(parser: ArgumentParser) -> None:
             metavar="FILE",
             help=f"read the password of {side.upper()} from the first line of FILE (UPPER_PASSWORD)",
         )
-    parser.add_argument(
-        "--prefix", type=as_typed, default=b"", metavar="PREFIX", help="only keys that begin with this"
-    )
     parser.add_argument("--both-ways", action="store_true", help="replicate TARGET to SOURCE as well")
     parser.add_argument(
         "--conflicts",
@@ -46,19 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="revision",
         help="which version of a key wins: the one with more updates, or the one written last (revision)",
     )
-    parser.add_argument(
-        "--name", default="", metavar="NAME", help="under which TARGET keeps positions (the bucket of SOURCE)"
-    )
-    parser.add_argument(
-        "--new-history",
-        action="store_true",
-        help="go on with a SOURCE that was made anew: TARGET is brought to its state",
-    )
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--every", type=seconds, default=1.0, metavar="TIME", help="a round this often, as 500ms (1s)"
-    )
-    how.add_argument("--once", action="store_true", help="bring TARGET up to now, and end")
+    how = add_following(parser, "the bucket of SOURCE")
     how.add_argument("--status", action="store_true", help="print the lag and the state, and end")
     how.add_argument("--pause", action="store_true", help="let the running replication pause, and end")
     how.add_argument("--resume", action="store_true", help="let it go on, and end")
@@ -67,7 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
-    from upper.apps.push.follow import Follow, PushSettings
+    from upper.apps.push.follow import Follow
     from upper.apps.replicate.replicate import BucketPair, ReplicationSettings
     from upper.spark.workers import workers
 
@@ -86,8 +70,12 @@ def run(args: Namespace, out: Output) -> ExitCode:
         if args.status or args.pause or args.resume:
             out.show(replication.status())
             return ExitCode.OK
-        how = PushSettings(once=args.once, every=args.every, metrics_port=args.metrics_port)
         with workers("upper replicate", worker_settings(args)) as make:
-            following = Follow(replication.pushes(make()), how, tell=teller(out), paused=replication.paused)
+            following = Follow(
+                replication.pushes(make()),
+                push_settings(args),
+                tell=teller(out),
+                paused=replication.paused,
+            )
             run_until_stopped(following, out, once=args.once)
     return ExitCode.OK

@@ -87,15 +87,18 @@ class Address:
             case str():
                 return self.password
             case Path():
-                try:
-                    return self.password.read_text().partition("\n")[0].removesuffix("\r")
-                except (OSError, UnicodeDecodeError) as error:
-                    why = error.strerror if isinstance(error, OSError) else "it is not text"
-                    raise AuthenticationFailed(
-                        f"password file {self.password} cannot be read ({why}); make it readable"
-                    ) from None
+                return password_in(self.password)
             case _:
                 return self.password()
+
+
+def password_in(file: Path) -> str:
+    """The first line of a file."""
+    try:
+        return file.read_text().partition("\n")[0].removesuffix("\r")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise AuthenticationFailed(f"password file {file} cannot be read ({why}); make it readable") from None
 
 
 def address_of(url: str | None, *, user: str | None = None, password: Secret | None = None) -> Address:

@@ -54,7 +54,7 @@ class PushTotals:
         self.bytes += done.size
         self.removed += done.removed
         self.repaired += len(done.repaired)
-        self.rejected += done.rejected
+        self.rejected += len(done.rejections)
 
     def sentence(self) -> str:
         rate = self.rows / self.seconds if self.seconds else 0.0

@@ -10,14 +10,21 @@ When the source loses changes, records follow that bring each key to the state o
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from upper.apps.push.content import as_base64, content, packed
 from upper.apps.push.state import TargetState, WorkMode
-from upper.apps.push.tasks import SIGNS, AnotherWriter, HeldState, Portion, Save, TargetUnavailable
+from upper.apps.push.tasks import (
+    SIGNS,
+    AnotherWriter,
+    HeldState,
+    Portion,
+    RejectedChange,
+    Save,
+    TargetUnavailable,
+)
 from upper.errors import InvalidArguments, NotInstalled, UpperError
 from upper.model.values import Partition, Seqno, partition_of
 from upper.pipeline.changes import EXPIRATION, MUTATION
@@ -111,6 +118,7 @@ class KafkaSession:
 
     def __init__(self, broker: Broker, options: KafkaOptions) -> None:
         self._broker, self._options = broker, options
+        self.rejections: list[RejectedChange] = []
         self._width = broker.partitions(options.topic)
         self._transaction: Transaction | None = broker.begin(options.identity)
 
@@ -191,7 +199,7 @@ def envelope(
     if mutation:
         after = {
             "key": text_of(row["key"]),
-            **_content(row["value"] or b""),
+            **content(row["value"] or b""),
             "flags": (row.get("flags") or 0) & 0xFFFFFFFF,
             "expiration": (row.get("expiration") or 0) & 0xFFFFFFFF,
         }
@@ -217,7 +225,7 @@ def envelope(
         "op": operation,
         "ts_ms": moment,
     }
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+    return packed(value)
 
 
 def text_of(key: bytes) -> str | dict[str, str]:
@@ -225,23 +233,7 @@ def text_of(key: bytes) -> str | dict[str, str]:
     try:
         return key.decode()
     except UnicodeDecodeError:
-        return {"base64": b64encode(key).decode()}
-
-
-def _content(value: bytes) -> dict[str, Any]:
-    """A JSON value as it is; other text as `text`, and bytes as `base64`."""
-    try:
-        text = value.decode()
-    except UnicodeDecodeError:
-        return {"base64": b64encode(value).decode()}
-    try:
-        return {"value": json.loads(text, parse_constant=_no_constant)}
-    except (ValueError, RecursionError):
-        return {"text": text}
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+        return as_base64(key)
 
 
 # ── The library ───────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from upper.apps.push.state import PartitionWork, WorkMode, lag, plan
-from upper.apps.push.tasks import AnotherWriter, Destination, HeldState, PushResult, PushTask
+from upper.apps.push.tasks import AnotherWriter, Destination, HeldState, PushResult, PushTask, RejectedChange
 from upper.errors import BadCheckpoint
 from upper.model.values import Partition, Seqno
 from upper.pipeline.plan import balanced, foreign_history
@@ -41,7 +41,7 @@ class PushRound:
     rows: int = 0
     size: int = 0  # bytes
     removed: int = 0
-    rejected: int = 0
+    rejections: list[RejectedChange] = field(default_factory=list)
     repaired: list[PartitionWork] = field(default_factory=list)
     waiting: int = 0  # partitions in which something could not be written yet
     behind: int = 0  # changes that the target lacked when the round began
@@ -146,7 +146,7 @@ class Push:
         done.rows += result.rows
         done.size += result.size
         done.removed += result.removed
-        done.rejected += result.rejected
+        done.rejections += result.rejections
         done.repaired += result.repaired
         done.waiting += len(result.waiting)
         self._refused |= result.refused

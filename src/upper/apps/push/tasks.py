@@ -83,8 +83,20 @@ class Save:
     slot: bytes | None = None  # the contents of the newest slot of the state, to be stored before it
 
 
+@dataclass(frozen=True)
+class RejectedChange:
+    """A change that the target does not take as it is."""
+
+    key: str
+    partition: Partition
+    seqno: Seqno
+    error: str
+
+
 class TargetSession(Protocol):
     """A connection of one worker to a target. Each call returns when what it did is durable."""
+
+    rejections: list[RejectedChange]  # so far
 
     def prepare(self, portions: Sequence[Portion]) -> list[Portion]:
         """The portions without rows that the target has already, where that is worth asking."""
@@ -158,7 +170,7 @@ class PushResult:
     rows: int = 0
     size: int = 0  # bytes
     removed: int = 0
-    rejected: int = 0  # documents that the target does not take
+    rejections: list[RejectedChange] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,7 @@ class _Push:
         for partition in self._written - set(reached):
             done.held[partition] = self._held[partition]
         done.waiting = self._void - set(done.refused)
+        done.rejections = self._session.rejections
         return done
 
     def _begin_repair(self, partition: Partition, work: PartitionWork) -> None:
@@ -355,7 +368,12 @@ class _Push:
         saves = []
         for partition, place in sorted(reached.items()):
             work, held = self._work[partition], self._held[partition]
-            after = replace(held, state=held.state.committed(place))
+            state = held.state
+            if work.whole:
+                # What was deleted or flushed before it could be read is not recorded either, and a rollback
+                # may bring it back.
+                state = state.unrecorded(place.position.seqno)
+            after = replace(held, state=state.committed(place))
             if work.mode is not WorkMode.GO_ON:
                 self._done.repaired.append(work)
             moved = place.position.seqno - held.saved
@@ -401,3 +419,9 @@ def _runs(rows: pa.Table) -> list[tuple[int, int]]:
     """The partitions of neighbouring rows, and where each ends."""
     runs = pc.run_end_encode(rows["partition"].combine_chunks())
     return list(zip(runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True))
+
+
+def newest_of(rows: pa.Table) -> pa.Table:
+    """The last row of each key."""
+    last = {key: number for number, key in enumerate(rows["key"].to_pylist())}
+    return rows if len(last) == len(rows) else rows.take(pa.array(sorted(last.values())))

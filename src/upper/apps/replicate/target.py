@@ -20,7 +20,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from upper.apps.push.state import TargetState, WorkMode
-from upper.apps.push.tasks import NEVER, RESERVED, SIGNS, AnotherWriter, HeldState, Portion, Save
+from upper.apps.push.tasks import (
+    NEVER,
+    RESERVED,
+    SIGNS,
+    AnotherWriter,
+    HeldState,
+    Portion,
+    RejectedChange,
+    Save,
+    newest_of,
+)
 from upper.apps.replicate.documents import slot_key, state_key
 from upper.client.bucket import Bucket, connect
 from upper.client.bulk import change_schema
@@ -122,6 +132,7 @@ class ReplicaSession:
 
     def __init__(self, bucket: Any, options: ReplicaOptions, sides: Sides) -> None:
         self._bucket, self._options, self._sides = bucket, options, sides
+        self.rejections: list[RejectedChange] = []
 
     def close(self) -> None:
         self._bucket.close()
@@ -271,12 +282,6 @@ class ReplicaSession:
             if (theirs := known.get(key)) and theirs.cas != NEVER and (int(theirs.cas) in lost or not lost)
         ]
         self._replace(pa.Table.from_pylist(rows, schema=REPLACING))
-
-
-def newest_of(rows: pa.Table) -> pa.Table:
-    """The last row of each key."""
-    last = {key: number for number, key in enumerate(rows["key"].to_pylist())}
-    return rows if len(last) == len(rows) else rows.take(pa.array(sorted(last.values())))
 
 
 def same_partitions(source: int, target: int) -> None:
