@@ -46,7 +46,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the expectation held; None without one, or where what it speaks of was absent."""
+        """Whether the expectation held; None without one, or where its subject was absent."""
         if not self.expected:
             return None
         sign, bound = self.expected.split()

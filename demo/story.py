@@ -260,8 +260,8 @@ class Story:
     def status(self) -> dict[str, Any]:
         """What `upper cluster status` says; without nodes before the first one has joined."""
         # It fails where partitions are unavailable, and before the first node has joined.
-        said = run("cluster", "status", str(self.agreement), "--json", check=False)
-        status: dict[str, Any] = json.loads(said) if said else {"nodes": [], "partitions": []}
+        printed = run("cluster", "status", str(self.agreement), "--json", check=False)
+        status: dict[str, Any] = json.loads(printed) if printed else {"nodes": [], "partitions": []}
         return status
 
     def wait_for_cluster(self, waiting_for: str, condition: Callable[[dict[str, Any]], bool]) -> None:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A busy machine makes single examples slow; how long a whole test may take is pytest-timeout's to say.
+# A busy machine makes single examples slow; pytest-timeout limits the time of a whole test.
 settings.register_profile(
     "default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )

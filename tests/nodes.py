@@ -51,7 +51,7 @@ class Node:
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, *, within: float = 60.0) -> Self:
-        """Start the process and wait until it says that it is ready."""
+        """Start the process and wait until it prints that it is ready."""
         assert self._process is None, "the node is running"
         self._log = (self.data.parent / f"{self.data.name}.log").open("ab")
         self._process = subprocess.Popen(
@@ -156,7 +156,7 @@ class Node:
             while not line.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     self.kill()
-                    raise TimeoutError(f"the node was not ready in time; it said:\n{self.log}")
+                    raise TimeoutError(f"the node was not ready in time; it printed:\n{self.log}")
                 piece = os.read(self._process.stdout.fileno(), 65536)
                 if not piece:
                     code = self._end(signal.SIGKILL, 30.0)

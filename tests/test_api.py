@@ -29,7 +29,7 @@ def test_the_public_names_are_these() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_every_public_name_exists_and_has_a_docstring(name: str) -> None:
     value = getattr(upper, name)
     assert value is getattr(upper, name)
     assert isinstance(value, str) or value.__doc__

@@ -70,7 +70,7 @@ def plain_wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def version_shown_by(wheel: Path, unpacked: Path) -> str:
-    """What `upper --version` says when nothing but this wheel and the standard library is there."""
+    """What `upper --version` prints when nothing but this wheel and the standard library is there."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     return run(sys.executable, "-S", "-m", "upper", "--version", cwd=unpacked)

@@ -79,7 +79,7 @@ def test_a_topic_ends_equal_to_the_source_and_marks_what_undoes_a_rollback(story
             about = json.loads(value)["source"]
             if (key, about["cas"]) not in true and not about["rollback"]:
                 lost.add((key, about["cas"]))
-    # Every version that the source lost is followed by a record that says so, or was written over since; a
+    # Every version that the source lost is followed by a record that undoes it, or was written over since; a
     # key that neither has needs none.
     for key, cas in lost:
         if key not in source.live():

@@ -120,7 +120,7 @@ def test_changes_alone_cannot_be_trimmed_and_verify_sees_damage(tmp_path: Path) 
     kept.check()
     with pytest.raises(InvalidArguments, match="items would be lost"):
         trim(kept.lake, Here(), older_than=datetime.now(UTC))
-    # A change that the bucket has and the lake lacks: the position says that it is there.
+    # A change that the bucket has and the lake lacks: the position includes it.
     held = kept.bucket.partitions[1]
     held.ops[-1] = held.ops[-1]._replace(value=b"another value")
     assert kept.differences() == ["`latest` is not what the bucket has"]

@@ -1,4 +1,4 @@
-"""The log of a table stays short, and what its commits said stays known."""
+"""The log of a table stays short, and the information of its commits is kept."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Killed(Exception):
 
 @contextmanager
 def killed_after(operations: int) -> Iterator[None]:
-    """The process dies after so many writes and removals."""
+    """The process dies after this number of writes and removals."""
     left = [operations]
     with pytest.MonkeyPatch.context() as patch:
         for name in ("write", "remove"):

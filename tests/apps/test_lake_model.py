@@ -335,14 +335,14 @@ def test_a_small_batch_is_one_file_and_merged_files_are_sorted_and_belong_to_one
 def test_a_version_that_was_never_seen_comes_back_with_a_failover(tmp_path: Path) -> None:
     """Going back to the very seqno that was asked for would lead to a state that the lake never had."""
     world = World(tmp_path)
-    world.bucket.do(0, "mutation", b"a", b"overwritten before anybody saw it")
+    world.bucket.do(0, "mutation", b"a", b"overwritten before it was read")
     world.bucket.do(0, "mutation", b"b", b"1")
     world.bucket.do(0, "mutation", b"a", b"2")
     world.settle()
     world.bucket.promote(0, 2)
     world.settle()
     world.check()
-    assert b"overwritten before anybody saw it" in world.rows(LATEST)["value"].to_pylist()
+    assert b"overwritten before it was read" in world.rows(LATEST)["value"].to_pylist()
 
 
 def test_a_failover_behind_the_last_one_is_met_on_the_branch_before_it(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_trimming_that_was_killed_is_done_again(
     world.check()
 
 
-def test_changes_that_were_restored_say_where_they_stand_and_latest_follows(tmp_path: Path) -> None:
+def test_changes_that_were_restored_have_their_position_and_latest_follows(tmp_path: Path) -> None:
     world = filled(tmp_path)
     before = world.lake.changes.version
     for number in range(20):

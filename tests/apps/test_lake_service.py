@@ -191,7 +191,7 @@ def test_two_lakes_are_followed_and_each_outlives_the_trouble_of_the_other(
 
 def _checked_by_promtool(page: str) -> None:
     if shutil.which("promtool") is None:
-        return  # tests/docs/test_sync_files.py says so
+        return  # tests/docs/test_sync_files.py reports it
     done = subprocess.run(["promtool", "check", "metrics"], input=page, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -297,7 +297,7 @@ def test_a_mistake_in_the_file_is_a_sentence_without_secrets(text: str, printed:
     assert "hidden" not in str(error.value)
 
 
-def test_the_file_says_everything_that_a_lake_needs(tmp_path: Path) -> None:
+def test_the_file_has_everything_that_a_lake_needs(tmp_path: Path) -> None:
     written(tmp_path / "word", "the word\n")
     path = written(
         tmp_path / "sync.toml",

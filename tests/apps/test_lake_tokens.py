@@ -45,7 +45,7 @@ def following(tmp_path: Path, node: Node) -> Iterator[Following]:
 @pytest.mark.timeout(300)
 @settings(max_examples=12)
 @given(st.lists(st.tuples(happenings, st.booleans()), min_size=1, max_size=8))
-def test_a_token_is_there_pending_or_lost_as_the_bucket_says(story: list[tuple[Events, bool]]) -> None:
+def test_a_token_is_there_pending_or_lost_as_in_the_bucket(story: list[tuple[Events, bool]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory))
         tokens: dict[WriteToken, int] = {}  # and the CAS of the write
@@ -68,10 +68,10 @@ def test_a_token_is_there_pending_or_lost_as_the_bucket_says(story: list[tuple[E
                 if not gone:
                     assert seen is Seen.THERE
                 elif (int(token.partition), cas) in world.ever:
-                    # The lake had it: it tells by itself.
+                    # The lake had it: the bucket is not needed.
                     assert seen is Seen.LOST or _in_lost(world.root, [token])
                 else:
-                    assert seen is not Seen.THERE  # only the bucket can tell
+                    assert seen is not Seen.THERE  # only the bucket can decide
 
 
 def test_a_query_waits_for_the_write_and_sees_it(following: Following, bucket: Any) -> None:
@@ -101,7 +101,7 @@ def test_a_write_that_a_failover_took_back_is_reported(following: Following, buc
     following.settle()
     with pytest.raises(WriteLost, match=rf"took back the write {stored.partition}:{stored.seqno}@"):
         list(query(following.lake.root, "select 1", after=[stored], timeout=60.0))
-    # A branch that the lake has not followed: the bucket says that it is gone.
+    # A branch that the lake has not followed: the bucket reports that it is gone.
     bucket.promote(unseen.partition, to=unseen.seqno - 1)
     newer = bucket.set("k", b"four")
     bucket.promote(newer.partition, to=unseen.seqno - 1)

@@ -138,7 +138,7 @@ def test_the_driver_commits_no_file_that_it_cannot_read(
 
 
 @pytest.mark.parametrize("table", [CHANGES, LATEST])
-def test_a_lake_whose_file_is_missing_says_which(
+def test_a_lake_whose_file_is_missing_names_it(
     table: str, tmp_path: Path, bucket: ModelBucket, workers: WorkersElsewhere
 ) -> None:
     lake = Lake.create(tmp_path / "lake", LakeLayout("default", 4, 2))

@@ -1,6 +1,6 @@
 """Extended attributes of Couchbase's documents in a lake: a column of their own beside the document.
 
-The node has them in its store as Couchbase would send them; tests/client/test_xattrs.py says why.
+The node has them in its store as Couchbase would send them; tests/client/test_xattrs.py has the reason.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def table(rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def at(found: list[Place]) -> pa.Table:
-    """Rows at these places, each with a value that tells which one it was."""
+    """Rows at these places, each with a value that identifies it."""
     return table(
         [{"partition": p, "seqno": s, "value": b"%d" % number} for number, (p, s) in enumerate(found)]
     )

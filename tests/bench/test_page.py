@@ -1,4 +1,4 @@
-"""The page on benchmarks belongs to the results beside it, and says what does not hold."""
+"""The page on benchmarks belongs to the results beside it, and lists what does not hold."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ sys.exit(0 if agreed(Output(), "Remove it?", unattended=True) else 1)
 
 
 @pytest.mark.parametrize("unattended", [True, False])
-def test_without_a_terminal_each_verb_says_what_happens(
+def test_without_a_terminal_each_verb_prints_what_happens(
     unattended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))

@@ -29,7 +29,9 @@ def test_bash_completes_verbs_and_their_arguments(upper: Run) -> None:
     assert bash_completes(script, "upper", "completion", "--j") == ["--json"]
     assert bash_completes(script, "upper", "completion", "--json", "b") == ["bash"]
     assert bash_completes(script, "upper", "load", "upr://x", "--pattern", "") == ["uniform", "zipf"]
-    assert bash_completes(script, "upper", "tail", "upr://x", "--checkpoint", "") == [], "a file, says bash"
+    assert bash_completes(script, "upper", "tail", "upr://x", "--checkpoint", "") == [], (
+        "bash completes a file"
+    )
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")

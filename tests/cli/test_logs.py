@@ -1,4 +1,4 @@
-"""What a verb that runs for long says meanwhile: lines with the time, and none when it is stopped."""
+"""What a verb that runs for long logs meanwhile: lines with the time, and none when it is stopped."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def verb_that(raises: BaseException) -> ModuleType:
             ExitCode.UNREACHABLE,
             "no node answers at a:1",
         ),
-        (Refused("the node said no"), ExitCode.REFUSED, "the node said no"),
+        (Refused("the node refused"), ExitCode.REFUSED, "the node refused"),
         (Corrupt("segment 3 is damaged"), ExitCode.CORRUPT, "segment 3 is damaged"),
         (UpperError("it did not work"), ExitCode.DIFFERENT, "it did not work"),
         (ConnectionRefusedError(111, "Connection refused"), ExitCode.UNREACHABLE, "Connection refused"),
@@ -151,7 +151,7 @@ def test_ctrl_c_is_not_an_error_message(
     assert capsys.readouterr().err == ""
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError):
         frame.main(["completion"])

@@ -141,7 +141,7 @@ def test_a_lake_without_its_files_gets_a_sentence(upper: Run, lake: Path, tmp_pa
         ("verify", "upr://127.0.0.1:1", "lake"),
     ],
 )
-def test_a_base_installation_says_what_to_install(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_base_installation_names_what_to_install(words: tuple[str, ...], tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from upper.cli.main import PIPELINE, main\n"

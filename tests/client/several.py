@@ -133,7 +133,7 @@ class Several:
         self.run(cut)
 
     def states(self, partitions: Iterable[int], owner: int | None) -> None:
-        """Let this node alone have active copies of these partitions, whatever the map says."""
+        """Let this node alone have active copies of these partitions, whatever the map contains."""
 
         def change() -> None:
             for number, node in enumerate(self.nodes):

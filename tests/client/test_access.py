@@ -1,4 +1,4 @@
-"""Coming in through a guarded door: users, passwords and TLS, from the URL and from arguments."""
+"""Access to a node with users: passwords and TLS, from the URL and from arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from upper.server.auth import Role, User, Users, save_users
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Path]]:
-    """A node behind TLS that knows two users, and its certificate."""
+    """A node with TLS and two users, and its certificate."""
     home = tmp_path_factory.mktemp("guarded")
     (certificate, key), users = certificate_in(home), home / "users.json"
     known = Users().with_user(User.new("boss", "p:w@d", Role.everything()))

@@ -97,7 +97,9 @@ def test_polling_with_short_timeouts_uses_one_connection(shared_node: Node, buck
     asyncio.run(main())
 
 
-def test_both_drivers_notice_a_machine_that_is_gone_without_a_word(shared_node: Node, bucket: Bucket) -> None:
+def test_both_drivers_detect_a_machine_that_is_gone_without_closing_its_connections(
+    shared_node: Node, bucket: Bucket
+) -> None:
     """Only TCP can: the older dialects have no NOOP."""
 
     def asked_after(connection: Any) -> int:

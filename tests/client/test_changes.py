@@ -160,7 +160,7 @@ def test_in_manual_mode_only_the_application_acknowledges(bucket: Bucket, tmp_pa
 
 
 @pytest.mark.parametrize("bulk", [False, True])
-def test_a_snapshot_larger_than_the_window_is_no_trap_for_who_acknowledges_it_whole(
+def test_a_snapshot_larger_than_the_window_does_not_block_a_consumer_that_acknowledges_it_whole(
     node: Node, tmp_path: Path, bulk: bool
 ) -> None:
     checkpoint = upper.Checkpoint(tmp_path / "here.json")
@@ -326,9 +326,9 @@ def test_a_follower_goes_on_when_the_node_restarts(node: Node, caplog: pytest.Lo
         thread.join(30)
         assert not thread.is_alive()
         assert feed.reconnects >= 1
-    said = [record.getMessage().rpartition("; ")[2] for record in caplog.records]
+    logged = [record.getMessage().rpartition("; ")[2] for record in caplog.records]
     gone_and_back = ["trying again until it is back", f"{node.address[0]}:{node.port}: reconnected"]
-    assert said in (gone_and_back, 2 * gone_and_back), "once each time, however often it tries"
+    assert logged in (gone_and_back, 2 * gone_and_back), "once each time, however often it tries"
 
 
 @pytest.mark.parametrize("bucket", ["upr"], indirect=True)
@@ -468,7 +468,7 @@ def test_a_slow_application_costs_the_window_and_no_more(node: Node, bulk: bool,
 
 
 @pytest.mark.parametrize("dialect", [UPR, DCP], ids=["upr", "dcp"])
-def test_events_say_what_the_tables_of_the_wire_say(dialect: Dialect) -> None:
+def test_events_equal_what_the_tables_of_the_wire_read(dialect: Dialect) -> None:
     """The lines that read changes field by field, against the declared layouts."""
     log = FailoverLog((Version(upper.BranchId(9), Seqno(0)),))
     bounds = dialect.snapshot_bounds
@@ -476,7 +476,7 @@ def test_events_say_what_the_tables_of_the_wire_say(dialect: Dialect) -> None:
     consumer.open()
     consumer.on_accepted(log.versions)
     of: dict[str, Any] = {"partition": Partition(5), "opaque": 5}
-    said: list[Any] = [
+    logged: list[Any] = [
         messages.SnapshotMarker(
             start=Seqno(1) if bounds else None, end=Seqno(2**48) if bounds else None, **of
         ),
@@ -490,13 +490,13 @@ def test_events_say_what_the_tables_of_the_wire_say(dialect: Dialect) -> None:
         ),
     ]  # fmt: skip
     if bounds:
-        said += [
-            replace(said[1], seqno=Seqno(2**48), extended=b"meta", nru=1),
+        logged += [
+            replace(logged[1], seqno=Seqno(2**48), extended=b"meta", nru=1),
             messages.SnapshotMarker(start=Seqno(2**48), end=Seqno(2**48 + 2), **of),
             messages.DeletionMessage(key=b"d", seqno=Seqno(2**48 + 1), deleted_at=99, value=b"left", **of),
             messages.ExpirationMessage(key=b"d", seqno=Seqno(2**48 + 2), deleted_at=99, **of),
         ]
-    data = b"".join(dialect.encode(message) for message in said)
+    data = b"".join(dialect.encode(message) for message in logged)
     for size in (1, 7, 1000):
         frames, got = StreamFramer(), []
         consumer.stream.seqno = Seqno(1)
@@ -509,7 +509,9 @@ def test_events_say_what_the_tables_of_the_wire_say(dialect: Dialect) -> None:
                 else:
                     got.append(item)
         changes = [item for item in got if not isinstance(item, upper.SnapshotEnd)]
-        assert changes == [event_of(m, consumer) for m in said if not isinstance(m, messages.SnapshotMarker)]
+        assert changes == [
+            event_of(m, consumer) for m in logged if not isinstance(m, messages.SnapshotMarker)
+        ]
         ends = [item.seqno for item in got if isinstance(item, upper.SnapshotEnd)]
         assert ends == ([2**48, 2**48 + 2] if bounds else [])
         assert frames.take_streamed() == len(data)

@@ -145,7 +145,7 @@ def test_maps_of_nodes_without_a_cluster_are_combined() -> None:
     a, b = NodeAddress("a"), NodeAddress("b")
     both = Routes((a,), (0, -1), 9, uuid="a").updated(Routes((b,), (-1, 0), 1, uuid="b"))
     assert [both.owner(upper.Partition(p)) for p in (0, 1)] == [a, b]
-    # What a node says of itself replaces what it said before, and nothing about the other.
+    # The map of a node replaces its former map, and nothing of the other node.
     gone = both.updated(Routes((a,), (-1, -1), 10, uuid="a"))
     assert [gone.owner(upper.Partition(p)) for p in (0, 1)] == [None, b]
 

@@ -74,7 +74,9 @@ def test_interrupted_while_it_tries_to_connect_it_goes_on_trying(node: Node) -> 
         assert next(feed).key == b"b"  # type: ignore[union-attr]
 
 
-def test_interrupted_anywhere_it_goes_on_or_says_that_it_cannot_and_nothing_is_lost(bucket: Bucket) -> None:
+def test_interrupted_anywhere_it_goes_on_or_reports_that_it_cannot_and_nothing_is_lost(
+    bucket: Bucket,
+) -> None:
     """A program that catches Ctrl-C, and begins a new feed from its place where the old one is closed."""
     count, random = 20_000, Random(1)
     bucket.set_many((f"k{n}", "x" * 200) for n in range(count))

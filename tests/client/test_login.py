@@ -19,7 +19,7 @@ USERS = Users().with_user(User.new("a=n,n", "sécret", Role.everything()))
 
 
 class Node:
-    """A node that knows nothing but how to let people in."""
+    """A node that implements the login only."""
 
     def __init__(self, mechanisms: str, *, hello: int = 0, bucket: int = 0) -> None:
         self.mechanisms, self.hello, self.bucket = mechanisms, hello, bucket

@@ -141,7 +141,7 @@ def test_a_second_failover_during_the_handshake_leads_further_back() -> None:
     assert (event.to, event.lost, event.branch) == (3, (3, 6), C)
 
 
-def test_a_node_that_never_saw_our_newest_branch_may_know_an_older_one() -> None:
+def test_a_node_without_the_newest_branch_of_a_consumer_may_have_an_older_one() -> None:
     consumer = PartitionConsumer(P, known(3, 6, 9, versions=log((B, 6), (A, 0))))
     consumer.open()
     consumer.on_rollback(Seqno(0))
@@ -214,7 +214,7 @@ def test_a_branch_between_the_log_and_the_stream_is_noticed_and_the_connection_d
     assert request.start == 3
 
 
-def test_a_stream_that_leaves_things_out_says_how_far_it_went_or_we_stand_where_we_stood() -> None:
+def test_a_filtered_stream_reports_how_far_it_went_or_the_position_stays() -> None:
     """The last snapshot may have been cut, with nothing in it for us: the bucket was never at its end."""
     consumer = PartitionConsumer(P, known(3), until=Seqno(20))
     flowing(consumer, log((A, 0)))
@@ -239,7 +239,7 @@ def test_an_end_inside_a_snapshot_is_an_end_but_no_place_to_keep() -> None:
 
 
 @pytest.mark.parametrize("reason", [EndReason.STATE_CHANGED, EndReason.TOO_SLOW, EndReason.SHUTTING_DOWN])
-def test_any_other_end_is_no_end_for_us(reason: EndReason) -> None:
+def test_any_other_end_of_a_stream_does_not_end_the_consumer(reason: EndReason) -> None:
     consumer = PartitionConsumer(P, known(3), until=Seqno(5))
     flowing(consumer, log((A, 0)))
     reported = consumer.on(StreamEnd(partition=P, reason=reason))

@@ -184,7 +184,9 @@ def busy_store(cluster: RunningCluster) -> Iterator[None]:
         database.close()
 
 
-def test_a_failover_that_loses_a_tail_rolls_back_exactly_those_who_saw_it(tmp_path: Path) -> None:
+def test_a_failover_that_loses_a_tail_rolls_back_exactly_the_consumers_that_received_it(
+    tmp_path: Path,
+) -> None:
     """With acknowledge=local: a replica that is stopped, but in sync in the map, takes over without it."""
     with RunningCluster(tmp_path, lease=12.0) as cluster:
         cluster.create(2, acknowledge="local")

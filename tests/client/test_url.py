@@ -1,4 +1,4 @@
-"""What a URL says, and what is said about one that says nothing sensible."""
+"""What a URL contains, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_other_hosts_are_not_private() -> None:
         ("upr://a?timeout=soon", "not a number of seconds"),
     ],
 )
-def test_nonsense_gets_a_sentence_that_says_what_to_write(url: str, sentence: str) -> None:
+def test_an_invalid_url_gets_a_sentence_that_names_the_correct_form(url: str, sentence: str) -> None:
     with pytest.raises(BadUrl, match=sentence.replace("[", r"\[")):
         parse_url(url)
 

@@ -140,7 +140,7 @@ def test_tail_follows_until_it_is_stopped(url: str, bucket: Bucket) -> None:
         assert tail.wait(10) == 130
 
 
-def test_a_load_that_is_interrupted_says_what_was_written(url: str, bucket: Bucket) -> None:
+def test_a_load_that_is_interrupted_prints_what_was_written(url: str, bucket: Bucket) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "upper", "load", url, "--items", "50_000_000"],
         stdout=subprocess.PIPE,
@@ -160,7 +160,7 @@ def test_a_load_that_is_interrupted_says_what_was_written(url: str, bucket: Buck
     bucket.flush()
 
 
-def test_an_import_that_is_interrupted_says_what_was_written(url: str, bucket: Bucket) -> None:
+def test_an_import_that_is_interrupted_prints_what_was_written(url: str, bucket: Bucket) -> None:
     command = [sys.executable, "-m", "upper", "import", "-", url, "--format", "jsonl"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as running:

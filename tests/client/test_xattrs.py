@@ -123,11 +123,11 @@ def test_the_attributes_of_deletions_are_kept() -> None:
     of: dict[str, Any] = {"partition": here, "opaque": 5}
     marker = messages.SnapshotMarker(start=Seqno(1), end=Seqno(3), **of)
     gone = join(ATTRIBUTES, b"")
-    said = [
+    deletions = [
         messages.DeletionMessage(key=b"d", seqno=Seqno(2), value=gone, data_type=XATTR, deleted_at=9, **of),
         messages.DeletionMessage(key=b"e", seqno=Seqno(3), deleted_at=9, **of),
     ]
-    data = b"".join(map(DCP.encode, said))
+    data = b"".join(map(DCP.encode, deletions))
     one = consumer()
     one.open()
     one.on_accepted(log.versions)

@@ -31,7 +31,7 @@ def entry(epoch: int = 1, active: NodeId = ACTIVE) -> PartitionEntry:
 
 
 class Member:
-    """One node of a cluster, started in the running loop. The test says which copies are active where."""
+    """One node of a cluster, started in the running loop. The test decides which copies are active where."""
 
     def __init__(
         self,

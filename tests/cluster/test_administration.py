@@ -18,7 +18,7 @@ from upper.model.values import Partition
 
 
 class Store(EmbeddedStore):
-    """An agreement store in which tests say which nodes there are."""
+    """An agreement store whose members the test chooses."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -85,7 +85,7 @@ def test_a_bucket_is_placed_on_the_live_nodes_and_shown(
     assert "in sync: 8 of 8 partitions have all 2 copies in sync" in text
 
 
-def test_status_fails_and_says_so_while_partitions_have_no_live_active_copy(
+def test_status_fails_while_partitions_have_no_live_active_copy(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.add("n1", "n2")

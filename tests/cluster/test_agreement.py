@@ -111,7 +111,7 @@ def test_a_lease_that_is_not_renewed_ends_with_its_keys(open_store: Open) -> Non
     lease = store.grant(1)
     assert store.put_if("live/a", b"", revision=ABSENT, lease=lease)
     _, revision = other.read("live/")
-    assert other.wait("live/", after=revision, seconds=20), "the end of a lease wakes those who wait"
+    assert other.wait("live/", after=revision, seconds=20), "the end of a lease wakes waiting calls"
     assert other.read("live/")[0] == {}
     assert not store.renew(lease)
     with pytest.raises(ClusterError):

@@ -48,7 +48,7 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 class Recorder:
-    """Copies that note what the coordinator says, and propose what a test gives them."""
+    """Copies that record the calls of the coordinator, and propose what a test gives them."""
 
     def __init__(self) -> None:
         self.views: list[MapView] = []

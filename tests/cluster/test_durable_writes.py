@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def write(node: MemberProcess, value: bytes, options: bytes) -> int:
     """The status of one write to partition 0, asked with these options and confirmed in order."""
     with Peer(node, None, timeout=PATIENCE) as peer:
-        peer.ask(Opcode.HELLO, b"test", b"")  # such a connection says which partition it means
+        peer.ask(Opcode.HELLO, b"test", b"")  # such a connection names its partitions
         ask(peer, Opcode.SET, b"k", value, options=options, extras=bytes(8))
         answer = peer.wait_for(Response, 9)
         assert answer.status != Status.OK or peer.get(b"k").value == value

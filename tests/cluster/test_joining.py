@@ -158,7 +158,7 @@ def check_strangers(cluster: RunningCluster) -> None:
                     b"\0" + user.encode() + (b"\0correct horse" if user == "ann" else b"\0not the secret")
                 )
                 answer = peer.ask(Opcode.SASL_AUTH, b"PLAIN", secret)
-                assert (answer.status == Status.OK) == (user == "ann"), "nobody guesses the secret"
+                assert (answer.status == Status.OK) == (user == "ann"), "only the right secret is accepted"
             refusals = [
                 peer.control("replica.node", entry.replicas[0]),
                 peer.control("replica.epochs", f"{partition}={entry.epoch}"),
@@ -198,7 +198,7 @@ def test_nodes_with_users_log_in_to_each_other_and_a_node_with_another_secret_ca
 
 
 @pytest.mark.slow
-def test_nodes_use_an_etcd_with_tls_and_a_login_and_go_on_when_it_has_forgotten_them(
+def test_nodes_use_an_etcd_with_tls_and_a_login_and_go_on_when_their_token_is_gone(
     tmp_path: Path, upper: Run
 ) -> None:
     """Also two clusters on one etcd, and a name that the user of etcd may not use."""

@@ -99,7 +99,7 @@ def test_a_node_that_lost_what_was_in_memory_gives_its_partitions_to_the_copies_
         with history.running():
             history.until_acknowledged(200)
             cluster.kill("n1")
-            cluster.start("n1")  # long before its lease ends: the map still says that it is active
+            cluster.start("n1")  # long before its lease ends: it is still active in the map
             history.until_acknowledged(len(history.keys))
             state = cluster.until_in_sync()
             history.until_acknowledged(50)

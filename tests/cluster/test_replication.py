@@ -196,7 +196,7 @@ def test_a_stream_of_an_older_epoch_ends_and_what_it_brought_is_not_acknowledged
 
 
 def test_a_partition_whose_stream_ends_while_it_is_stopped_interrupts_no_other(tmp_path: Path) -> None:
-    """As in a handover: the source ends the stream, and the destination stops it, before either is told."""
+    """As in a handover: the source ends the stream, and the destination stops it, before the next map."""
 
     async def main() -> None:
         active, copy = await two(tmp_path)

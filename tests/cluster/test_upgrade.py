@@ -16,7 +16,7 @@ from upper.cluster import administration
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # The commit whose formats this version still works with: on disk, between nodes and in the agreement store.
-# A change that ends that names a later commit here, and the changelog says how to come from before.
+# A change that ends that names a later commit here, and the changelog describes the upgrade.
 BEFORE = "b65bd70ffdbdc74f8fbdaaa453a707b85ee8490b"
 
 
@@ -36,7 +36,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return env
 
 
-def test_nodes_of_an_earlier_commit_are_replaced_one_by_one_and_none_notices(
+def test_nodes_of_an_earlier_commit_are_replaced_one_by_one_without_interruption(
     tmp_path: Path, earlier: dict[str, str]
 ) -> None:
     """Copies are made, moved and taken over between the two, in both directions; then one goes back."""
@@ -67,7 +67,7 @@ def test_nodes_of_an_earlier_commit_are_replaced_one_by_one_and_none_notices(
 
 
 def replaced(cluster: RunningCluster, name: str, env: dict[str, str]) -> None:
-    """Stop a node and start it with another version, as the page on upgrades says."""
+    """Stop a node and start it with another version, as the page on upgrades describes."""
     cluster.nodes[name].stop()
     cluster.nodes[name].env = env
     cluster.start(name)

@@ -1,4 +1,4 @@
-"""A reader at a shell: types what a page says, waits for what it shows, and leaves nothing running.
+"""A reader at a shell: types what a page contains, waits for what it shows, and leaves nothing running.
 
 One bash a page, with job control, in a directory that looks like a clone of the project. Commands are
 typed as they stand, except that each port number from 11000 to 11999 becomes one that is free, and that
@@ -37,7 +37,7 @@ BUILT = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
 UP_TO_DATE = "make --old-file=.venv/.installed --old-file=.venv/.ready"
 PORT = re.compile(r"\b11\d{3}\b")
 NO_PORT = re.compile(r"((?:upr|upr0|tap|dcp|couchbase)://(?:[^\s/@]+@)?(?:127\.0\.0\.1|localhost))(?![:\w.])")
-NOTICE = re.compile(r"^\[\d+\][+-]? .*\n?", re.MULTILINE)  # what a shell says about its jobs
+NOTICE = re.compile(r"^\[\d+\][+-]? .*\n?", re.MULTILINE)  # what a shell prints about its jobs
 PATIENCE = 60.0  # seconds for a command; Spark gets more
 SPARK_PATIENCE = 300.0
 
@@ -87,7 +87,7 @@ while quiet < 3:
 
 
 class Trouble(AssertionError):
-    """The page says something that does not hold."""
+    """The page states something that does not hold."""
 
 
 class Shell:
@@ -162,7 +162,7 @@ class Shell:
     # ── Typing ────────────────────────────────────────────────────────────────────────────────────
 
     def take(self, step: Step) -> None:
-        """Type a command, and hold its output and its end to what the page says."""
+        """Type a command, and compare its output and its end with the page."""
         self._steps += 1
         patience = SPARK_PATIENCE if STARTS_SPARK.search(step.text) else PATIENCE
         deadline = time.monotonic() + patience
@@ -183,7 +183,7 @@ class Shell:
             self._compare(step, step.shown)
 
     def trouble_with(self, step: Step) -> Trouble | None:
-        """The same, for those who would rather look than catch."""
+        """The same as a return value instead of an exception."""
         try:
             self.take(step)
         except Trouble as trouble:
@@ -310,7 +310,7 @@ class Shell:
         return texts[0], texts[1]
 
     def _so_far(self) -> str:
-        return "--- it said\n" + "".join(self._output())
+        return "--- output\n" + "".join(self._output())
 
     # ── Processes ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""Every command on every page works, and prints what the page says it prints."""
+"""Every command on every page works, and prints what the page shows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SERVICE = re.compile(r"^  (?P<name>\w+):\n(?P<body>(?:    .*\n)+)", re.MULTILINE
 
 
 def node_of(words: list[str]) -> Namespace:
-    """The arguments of `upper serve`, once the node accepts what they say about security."""
+    """The arguments of `upper serve`, once the node accepts their security options."""
     args = parser_of("serve", load("serve")).parse_args(words)
     check_security(
         ServerSettings(

@@ -185,7 +185,7 @@ def process_of(data: Path) -> int:
     raise AssertionError(f"no process has {data}")
 
 
-def test_what_an_example_says_of_a_cluster_is_done_on_one() -> None:
+def test_examples_with_a_cluster_run_on_one() -> None:
     assert [line for verb in VERBS for line in examples(verb) if ELSEWHERE in line]
     page = blocks_of(TOP / "docs" / "guide" / "cluster-submit.md")
     typed = [one.text for block in page for one in block.steps()]

@@ -91,7 +91,7 @@ def test_make_alone_lists_every_verb(clone: Path) -> None:
 
 
 @pytest.mark.parametrize("python", ["", "false", "no-such-program"])
-def test_without_a_python_that_is_new_enough_it_says_what_is_needed(clone: Path, python: str) -> None:
+def test_without_a_python_that_is_new_enough_it_names_what_is_needed(clone: Path, python: str) -> None:
     (clone / ".venv").unlink()
     command = ["make", "--no-print-directory", "venv", f"PYTHON={python}"]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)

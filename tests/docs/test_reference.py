@@ -1,4 +1,4 @@
-"""The pages of verbs and settings are what the parsers and the classes say."""
+"""The pages of verbs and settings equal the parsers and the classes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from upper.cli.main import VERBS, load, parser_of
 REFERENCE = TOP / "docs" / "reference"
 
 
-def test_the_page_of_verbs_is_what_the_parsers_say() -> None:
+def test_the_page_of_verbs_equals_the_parsers() -> None:
     reported = "docs/reference/cli.md is out of date: python -m tools.reference cli > docs/reference/cli.md"
     assert (REFERENCE / "cli.md").read_text() == cli_page(), reported
 
 
-def test_the_page_of_settings_is_what_the_classes_say() -> None:
+def test_the_page_of_settings_equals_the_classes() -> None:
     reported = (
         "docs/reference/settings.md is out of date: "
         "python -m tools.reference settings > docs/reference/settings.md"

@@ -66,7 +66,7 @@ def test_a_mutated_packet_is_a_message_or_a_protocol_error(
         assert came.at is not None
         assert 0 <= came.at <= len(data)
     else:
-        # What was understood can be said again, and then means the same.
+        # What was decoded can be encoded again, and then means the same.
         assert dialect.decode(dialect.encode(came), by=by) == came
 
 

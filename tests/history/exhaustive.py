@@ -4,8 +4,8 @@ One copy is active and takes writes; the others follow it by obeying the resume 
 their own snapshot ends to go back to, and may be made active in their turn. The active copy that was
 replaced stays in the world and follows from then on, with whatever it alone had written.
 
-The world knows what every copy really holds. After every event each follower is brought up to date in
-thought, and must then hold exactly what the active copy holds. Nothing of that comparison knows the rule
+The world has the real contents of every copy. After every event each follower is brought up to date in
+the model, and must then hold exactly what the active copy holds. Nothing of that comparison uses the rule
 that is being tried.
 
 States that differ only in the names of keys or followers are one state, and each is visited once.
@@ -114,7 +114,7 @@ class Model:
         raise Divergence("the handshake does not end")
 
     def claim(self, copy: Copy) -> tuple[int, int, int]:
-        """Where a follower says that it stands: its seqno, and the snapshot around it."""
+        """The position that a follower claims: its seqno, and the snapshot around it."""
         return copy.seqno, copy.start, copy.end
 
     def gone_back(self, copy: Copy, to: int) -> Copy:
@@ -150,7 +150,7 @@ class Model:
         return Copy(held, end, end, end, purged, active.log, images)
 
     def purged_upstream(self, end: int) -> int:
-        """Who began at 0 cannot know which deletions had been purged by then: it takes all of them for it."""
+        """A copy that began at 0 does not have the deletions purged by then: it counts all as purged."""
         return end
 
     def promoted_at(self, copy: Copy) -> int:

@@ -1,6 +1,6 @@
 """What a simulated node holds, and the producer's end of a stream between two of them.
 
-A `Link` carries out what a `ProducerStream` says, and nothing else; what the machine promises is checked
+A `Link` performs the effects of a `ProducerStream`, and nothing else; what the machine promises is checked
 here, as packets leave.
 """
 
@@ -62,7 +62,7 @@ NOTHING = Image({}, ZERO)
 
 @dataclass
 class Node:
-    """One copy. While it follows, `stream` says where it stands; while it is active, the other fields do."""
+    """One copy. While it follows, `stream` has its position; while it is active, the other fields do."""
 
     name: int
     stream: ConsumerStream
@@ -99,7 +99,7 @@ class Link:
     room: bool = True
     taken: list[Item] = field(default_factory=list)  # of the snapshot in hand, not yet sent
     sending: Send | None = None
-    committed: list[Item] = field(default_factory=list)  # the commit that is being told
+    committed: list[Item] = field(default_factory=list)  # the commit that is being published
     keys: set[bytes] = field(default_factory=set)  # of the snapshot that is on the wire
     handed: tuple[Seqno, dict[bytes, bytes]] = (ZERO, {})  # takeover: what the producer held
     last: Seqno = ZERO  # seqno of the last record or flush that was put on the wire

@@ -33,7 +33,7 @@ SYMBOLS: dict[type[ast.cmpop], str] = {
 }
 ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq)
 
-# What makes no difference to anybody, and why.
+# Mutants that make no difference, and why.
 SAME = {
     "decide: asked.seqno <= ZERO": "no seqno is below 0",
     "decide: asked.branch > NO_BRANCH": "no branch is below 0",

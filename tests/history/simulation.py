@@ -2,7 +2,7 @@
 
 Every node is driven by the effects that `ProducerStream` and `ConsumerStream` return, and by nothing else:
 the drivers here are as dull as the ones over sockets should be. The world may do anything in between: write
-without making durable, drop connections after any packet, promote anybody, lose what was not on disk.
+without making durable, drop connections after any packet, promote any copy, lose what was not on disk.
 
 What the machines promise is checked as packets leave; that obedience leads to equality is checked at the end,
 by comparing what the nodes hold.
@@ -50,7 +50,7 @@ class World:
         self.bounds = bounds
         self.nodes = [Node(name, ConsumerStream(bounds=bounds)) for name in range(nodes)]
         self._branches, self._writes = count(1), count(1)
-        self.seen: Counter[str] = Counter()  # what the histories led to, so that tests know they got there
+        self.seen: Counter[str] = Counter()  # what the histories led to, so that tests can check it
         self.active: Node | None = self.nodes[0]
         self.nodes[0].log = FailoverLog((Version(self.fresh(), ZERO),))
 
@@ -89,7 +89,7 @@ class World:
         node.pending.append(FlushMessage(partition=P))
 
     def commit(self) -> None:
-        """Makes durable what was written, and tells the streams."""
+        """Makes durable what was written, and passes it to the streams."""
         node = self.active
         if node is None or not node.pending:
             return
@@ -190,10 +190,10 @@ class World:
             node.items, node.purged = {}, ZERO
         self.make_active(node, log)
 
-    # ── Those who follow ──────────────────────────────────────────────────────────────────────────
+    # ── Followers ────────────────────────────────────────────────────────────────────────────────
 
     def fetch_log(self, node: Node) -> None:
-        """The log of who is active now; it may be old news when it is used."""
+        """The log of the active copy; it may be out of date when it is used."""
         if self.active is not None:
             node.fetched = self.active.log
 
@@ -308,7 +308,7 @@ class World:
             node.stream.ended()
 
     def restart(self, node: Node, steps: int) -> None:
-        """A follower restarts with an older consistent state: it goes further back than anybody asked."""
+        """A follower restarts with an older consistent state: it goes further back than required."""
         self.drop(node)
         ends = [ZERO, *node.stream.trail.ends]
         place = ends[max(0, len(ends) - 1 - steps)]

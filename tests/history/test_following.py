@@ -108,7 +108,7 @@ def test_a_snapshot_with_bounds_ends_with_its_last_change() -> None:
     assert stream.on(deletion) == (Deliver(deletion), Reached(at(10)))
 
 
-def test_history_that_went_on_without_us_ends_a_snapshot_too() -> None:
+def test_a_history_that_advanced_meanwhile_ends_a_snapshot_too() -> None:
     stream = streaming(7, bounds=True)
     stream.on(marker(7, 10))
     assert stream.on(SeqnoAdvanced(partition=P, seqno=Seqno(10))) == (Reached(at(10)),)
@@ -150,7 +150,7 @@ def test_a_snapshot_of_which_nothing_was_seen_is_forgotten() -> None:
     assert stream.on(FlushMessage(partition=P)) == (Clear(Seqno(8)), Reached(at(8)))
 
 
-def test_who_comes_back_inside_a_snapshot_is_consistent_when_the_old_end_is_reached_too() -> None:
+def test_a_consumer_that_resumes_inside_a_snapshot_is_consistent_when_the_old_end_is_reached_too() -> None:
     stream = streaming(7, bounds=True)
     stream.on(marker(7, 20))
     stream.on(change(9))
@@ -167,7 +167,7 @@ def test_who_comes_back_inside_a_snapshot_is_consistent_when_the_old_end_is_reac
 # ── Rolling back ──────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_worked_example_rolls_back_to_a_place_of_our_own() -> None:
+def test_the_worked_example_rolls_back_to_a_stored_place() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     assert stream.ask() == (RequestStream(at(434)),)
     assert stream.rollback_required(Seqno(426)) == (GoBack(at(418)),)
@@ -187,7 +187,7 @@ def test_a_second_failover_during_the_handshake_is_another_rollback() -> None:
     assert stream.ask() == (RequestStream(START),)
 
 
-def test_a_producer_that_sends_us_where_we_stand_cannot_keep_us_in_a_circle() -> None:
+def test_a_producer_that_requires_the_present_position_again_and_again_causes_no_endless_loop() -> None:
     stream = ConsumerStream(trail(300, 418))
     stream.ask()
     assert stream.rollback_required(Seqno(418)) == (GoBack(at(300)),)
@@ -201,7 +201,7 @@ def test_inside_a_snapshot_its_beginning_is_far_enough() -> None:
     assert stream.rollback_required(Seqno(7)) == (GoBack(at(7)),)
 
 
-def test_a_driver_that_can_only_go_further_back_says_so() -> None:
+def test_a_driver_that_can_only_go_further_back_reports_it() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     stream.ask()
     stream.rollback_required(Seqno(426))
@@ -211,7 +211,7 @@ def test_a_driver_that_can_only_go_further_back_says_so() -> None:
         stream.went_back(Seqno(299))
 
 
-def test_with_the_log_in_hand_the_best_place_is_asked_for_at_once() -> None:
+def test_with_the_failover_log_the_best_place_is_requested_at_once() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     log = FailoverLog((V_NEW, V_OLD))
     assert stream.ask(stream.best(log, high=Seqno(500))) == (GoBack(at(418)), RequestStream(at(418)))
@@ -242,13 +242,13 @@ def test_without_bounds_knowing_the_log_saves_the_detour() -> None:
         assert stream.ask(stream.best(FailoverLog(versions), high=Seqno(500))) == expected
 
 
-def test_knowing_that_a_producer_is_behind_us_saves_the_detour_too() -> None:
+def test_a_producer_that_is_behind_needs_no_second_request_either() -> None:
     stream = ConsumerStream(trail(300, 418, 434))
     effects = stream.ask(stream.best(FailoverLog((V_OLD,)), high=Seqno(426)))
     assert effects == (GoBack(at(418)), RequestStream(at(418)))
 
 
-def test_who_is_made_active_is_consistent() -> None:
+def test_a_copy_that_is_made_active_is_consistent() -> None:
     stream = ConsumerStream(trail(7), inside=inside(9, 7, NO_END))
     stream.ask()
     stream.accepted((V_OLD,))
@@ -256,7 +256,7 @@ def test_who_is_made_active_is_consistent() -> None:
     assert effects == (Reached(at(9)), TakeState(State.ACTIVE))
 
 
-def test_who_is_made_anything_else_or_is_inside_a_snapshot_is_not() -> None:
+def test_a_copy_in_another_state_or_inside_a_snapshot_is_not_consistent() -> None:
     stream = ConsumerStream(trail(7), inside=inside(9, 7, NO_END))
     stream.ask()
     stream.accepted((V_OLD,))
@@ -296,7 +296,7 @@ def test_a_snapshot_inside_another_is_refused_without_bounds() -> None:
         stream.on(marker())
 
 
-def test_a_snapshot_that_lies_behind_us_is_refused() -> None:
+def test_a_snapshot_before_the_position_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="announced after seqno 7"):
         streaming(7, bounds=True).on(marker(1, 6))
 
@@ -321,7 +321,7 @@ def test_a_flush_before_the_known_end_of_a_snapshot_is_refused_and_one_that_may_
             assert stream.on(FlushMessage(partition=P)) == (Clear(Seqno(10)), Reached(at(10)))
 
 
-def test_an_empty_snapshot_where_we_stand_is_not_refused() -> None:
+def test_an_empty_snapshot_at_the_position_is_not_refused() -> None:
     stream = streaming(7, bounds=True)
     assert stream.on(marker(7, 7)) == NOTHING
     assert stream.position == at(7)

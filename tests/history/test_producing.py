@@ -92,7 +92,7 @@ def test_a_commit_that_was_already_sent_is_not_sent_again() -> None:
     stream.done(s(10))
     assert stream.phase is Sending.LIVE
     assert stream.committed(s(9), s(10)) == NOTHING
-    assert stream.committed(s(10), s(11)) == (Take(s(10)),)  # half of it is new: the store knows which
+    assert stream.committed(s(10), s(11)) == (Take(s(10)),)  # half of it is new: the store decides which
 
 
 def test_without_room_a_commit_is_not_queued_but_read_later() -> None:
@@ -195,7 +195,7 @@ def test_a_stream_can_be_stopped_at_any_time_and_only_once(reason: EndReason) ->
 # ── Purges and flushes ────────────────────────────────────────────────────────────────────────────
 
 
-def test_who_fell_behind_purged_deletions_is_not_fed_on() -> None:
+def test_a_consumer_that_fell_behind_purged_deletions_gets_no_further_changes() -> None:
     stream = live()
     stream.committed(s(11), s(20), room=False)
     assert stream.room() == (Take(s(10)),)
@@ -209,7 +209,7 @@ def test_a_consumer_at_the_purge_seqno_goes_on() -> None:
     assert stream.taken(s(20), durable=s(20), purged=s(10)) == (Send(s(10), s(20), s(20)),)
 
 
-def test_who_begins_at_zero_has_missed_no_deletion() -> None:
+def test_a_consumer_that_begins_at_zero_has_missed_no_deletion() -> None:
     assert opened(0).taken(s(20), durable=s(20), purged=s(15)) == (Send(s(0), s(20), s(20)),)
 
 
@@ -383,7 +383,7 @@ def test_a_takeover_that_was_confirmed_stays_closed() -> None:
     assert stream.stop(EndReason.DISCONNECTED) == NOTHING
 
 
-def test_a_takeover_is_refused_when_the_other_side_cannot_know_the_last_seqno() -> None:
+def test_a_takeover_is_refused_when_the_other_side_cannot_get_the_last_seqno() -> None:
     """It would give out seqnos for the second time under the same branch."""
     stream = handing_over()
     stream.closed(s(11))

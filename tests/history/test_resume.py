@@ -12,7 +12,7 @@ from upper.model.values import NO_END, START, ZERO, BranchId, FailoverLog, Posit
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_case_of_the_decision_is_answered_as_the_protocol_says(case: Case) -> None:
+def test_each_case_of_the_decision_is_answered_as_the_protocol_requires(case: Case) -> None:
     given_answer = answer(
         case.request(),
         LOG,
@@ -41,7 +41,7 @@ def test_the_worked_example_of_the_specification() -> None:
     assert common_point(own_places, producer, high=high) == Position.at(drf394, Seqno(418))
 
 
-def test_every_answer_says_why() -> None:
+def test_every_answer_has_a_reason() -> None:
     for case in CASES:
         match answer(
             case.request(),
@@ -138,7 +138,7 @@ def positions(draw: st.DrawFn) -> Position:
 
 
 @given(positions(), failover_logs(), seqnos, seqnos)
-def test_obeying_always_ends_and_never_goes_forward(
+def test_following_rollbacks_always_ends_and_never_goes_forward(
     asked: Position, producer: FailoverLog, high: Seqno, purged: Seqno
 ) -> None:
     steps = 0
@@ -152,7 +152,7 @@ def test_obeying_always_ends_and_never_goes_forward(
 
 
 @given(positions(), failover_logs(), seqnos, seqnos)
-def test_who_may_go_on_may_go_on_from_any_earlier_place_that_is_not_purged(
+def test_a_consumer_that_may_resume_may_resume_from_any_earlier_place_that_is_not_purged(
     asked: Position, producer: FailoverLog, high: Seqno, purged: Seqno
 ) -> None:
     if isinstance(decide(asked, producer, high=high, purged=purged), Resume):

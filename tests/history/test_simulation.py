@@ -93,7 +93,7 @@ def perform(world: World, step: Step) -> None:
 
 
 def play(history: Iterable[Step], *, bounds: bool) -> World:
-    """The world after a history, and after everybody has come to rest: all hold the same."""
+    """The world after a history, once nothing moves any more: all copies are equal."""
     world = World(NODES, bounds=bounds)
     for step in history:
         perform(world, step)

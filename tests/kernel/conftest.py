@@ -13,4 +13,4 @@ def kernel(request: pytest.FixtureRequest) -> ModuleType:
     try:
         return importlib.import_module(f"upper.kernel.{request.param}")
     except ImportError as missing:
-        pytest.skip(f"the compiled kernel was not built here ({missing}); `make kernel` says why")
+        pytest.skip(f"the compiled kernel was not built here ({missing}); `make kernel` shows why")

@@ -32,12 +32,12 @@ def test_the_plain_kernel_runs_where_it_is_requested() -> None:
     assert chosen(UPPER_KERNEL="plain") == "plain upper.kernel.plain"
 
 
-@pytest.mark.skipif(not BUILT, reason="the compiled kernel was not built here; `make kernel` says why")
+@pytest.mark.skipif(not BUILT, reason="the compiled kernel was not built here; `make kernel` shows why")
 def test_the_compiled_kernel_runs_where_it_was_built() -> None:
     assert chosen(UPPER_KERNEL="") == "compiled upper.kernel._compiled"
 
 
-@pytest.mark.skipif(not BUILT, reason="the compiled kernel was not built here; `make kernel` says why")
+@pytest.mark.skipif(not BUILT, reason="the compiled kernel was not built here; `make kernel` shows why")
 def test_both_kernels_have_the_same_functions() -> None:
     from upper.kernel import _compiled
 

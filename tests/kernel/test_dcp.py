@@ -1,4 +1,4 @@
-"""Records go out as DCP says them, and come back as they were; the tables of `wire` are the judge."""
+"""Records are sent in DCP's form, and come back as they were; the tables of `wire` are the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPLETE = 15
 
 
 def plain_changes() -> st.SearchStrategy[list[bytes]]:
-    """Records of data type 0, with keys: what both dialects can say in full."""
+    """Records of data type 0, with keys: what both dialects can express in full."""
     typed = changes().filter(lambda record: record[2:4] != b"\0\0")
     return st.lists(typed.map(lambda record: record[:5] + b"\0" + record[6:]), max_size=8)
 
@@ -51,7 +51,7 @@ def test_a_record_means_the_same_in_dcp_and_upr(
 
 
 def in_form(change: MutationMessage | DeletionMessage, form: int) -> MutationMessage | DeletionMessage:
-    """What this form of DCP says of a change."""
+    """The fields of a change in this form of DCP."""
     if isinstance(change, MutationMessage):
         return change
     kind = (
@@ -68,7 +68,7 @@ def in_form(change: MutationMessage | DeletionMessage, form: int) -> MutationMes
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_data_type_is_sent_to_those_who_negotiated_it(kernel: ModuleType, typed: bool) -> None:
+def test_a_data_type_is_sent_to_clients_that_negotiated_it(kernel: ModuleType, typed: bool) -> None:
     record = change(b"a", b"{}")
     record = record[:5] + b"\1" + record[6:]
     sent = kernel.join([record], 1, dcp=DcpForm.PLAIN | (DcpForm.DATA_TYPES if typed else 0))
@@ -81,7 +81,7 @@ def test_records_come_back_as_they_went(kernel: ModuleType, records: list[bytes]
     for dcp in (False, True):
         data = b"##" + kernel.join(records, 7, dcp=COMPLETE if dcp else 0) + b"##"
         found = kernel.records(data, 2, len(data) - 2, dcp=dcp)
-        # DCP's deletions are taken without their data type: it speaks of a value that is not there.
+        # DCP's deletions are taken without their data type: it describes a value that is not there.
         assert found == [r[:5] + b"\0" + r[6:] if dcp and r[1] != 0x56 else r for r in at_rest]
         seqnos = numbers(*[0] * 8)
         assert kernel.scan(data[2:-2], 0, seqnos, dcp=dcp) == (len(data) - 4, len(records), [])

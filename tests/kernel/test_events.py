@@ -1,4 +1,4 @@
-"""Changes of streams as objects: what the bytes say, up to the first packet that is no sound change."""
+"""Changes of streams as objects: their fields, up to the first packet that is not a sound change."""
 
 from __future__ import annotations
 

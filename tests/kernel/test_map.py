@@ -27,7 +27,7 @@ def compiled() -> ModuleType:
     try:
         return importlib.import_module("upper.kernel._compiled")
     except ImportError as missing:
-        pytest.skip(f"the compiled kernel was not built here ({missing}); `make kernel` says why")
+        pytest.skip(f"the compiled kernel was not built here ({missing}); `make kernel` shows why")
 
 
 def expiring(key: bytes, value: bytes, *, seqno: int, expiration: int) -> bytes:

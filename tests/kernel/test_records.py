@@ -196,7 +196,7 @@ def test_a_flush_is_kept_at_its_place_among_the_latest(kernel: ModuleType) -> No
     assert kernel.latest([old, flush, flush, new]) == [flush, flush, new]
 
 
-def test_a_record_that_lies_about_its_key_is_refused(kernel: ModuleType) -> None:
+def test_a_record_with_a_wrong_key_length_is_refused(kernel: ModuleType) -> None:
     record = bytearray(change(b"a", b"1"))
     record[2] = 0xFF
     with pytest.raises(ValueError, match="not a record"):

@@ -177,7 +177,7 @@ def test_a_hit_is_flags_and_value_and_the_key_where_asked(
 
 
 @pytest.mark.parametrize("store", [Store(), Store().holding(change(b"a", None))])
-def test_a_miss_is_an_answer_for_those_who_are_not_quiet(kernel: ModuleType, store: Store) -> None:
+def test_a_miss_is_answered_unless_the_command_is_quiet(kernel: ModuleType, store: Store) -> None:
     def answer(opcode: int) -> bytes:
         return bytes(Ran(kernel, packet(opcode, key=b"a", opaque=5), store).out)
 

@@ -20,7 +20,7 @@ SETTINGS = {name: BucketSettings(replicas=3, acknowledge=name) for name in ("in-
 
 
 class Numbered(kernel.Table):
-    """A table that knows its partition, as a partition does."""
+    """A table with its partition, as a partition has it."""
 
     __slots__ = ("id",)
 

@@ -28,7 +28,7 @@ from upper.kernel import plain
 from upper.record.location import location
 
 compiled = pytest.importorskip(
-    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` says why"
+    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` shows why"
 )
 
 streams = damaged(changes() | other_packets())

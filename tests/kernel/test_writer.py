@@ -18,7 +18,7 @@ from upper.kernel import Writer, plain
 from upper.storage.frames import frame, open_frame
 
 compiled = pytest.importorskip(
-    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` says why"
+    "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` shows why"
 )
 
 

@@ -33,7 +33,7 @@ OVERLAP = 64 * 1024  # bytes fetched again, at most, on average over the interru
 
 
 class Writer(threading.Thread):
-    """Sets and deletes, without a pause, until told to stop."""
+    """Sets and deletes, without a pause, until it is stopped."""
 
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(name="writer")

@@ -1,4 +1,4 @@
-"""Stories of failure, told by seed: whatever happens, the follower's copy ends equal to the bucket.
+"""Histories with failures, chosen by seed: whatever happens, the follower's copy ends equal to the bucket.
 
 `UPPER_SEEDS=5000 pytest tests/scenarios` tries more of them; a seed that fails is in the test's name, and
 `UPPER_SEED=N` tries that one alone.
@@ -32,8 +32,8 @@ if ONE is not None:
 def live_through(seed: int) -> tuple[World, Consumer]:
     """Failures of a cluster and of its consumers; then quiet.
 
-    Every third follower reads in bulk, every fourth wants only some keys, every fifth speaks UPR/0 (which has
-    no filters) and every fifth DCP, and two of three meet faults inside their handshakes as well.
+    Every third follower reads in bulk, every fourth requests only some keys, every fifth uses UPR/0 (which
+    has no filters) and every fifth DCP, and two of three meet faults inside their handshakes as well.
     """
     pieces = ((1, 24, 100, 1 << 20), (60, 300))[seed % 2]
     malice = (0.0, 0.05, 0.3)[seed // 2 % 3]
@@ -278,7 +278,7 @@ def test_what_is_acknowledged_to_the_node_is_what_was_received() -> None:
 
 
 def test_a_node_that_falls_silent_is_given_up_and_found_again() -> None:
-    """The connection stays open and nothing comes any more: only time tells."""
+    """The connection stays open and nothing comes any more: only a timeout detects it."""
     world = World(6, partitions=1, node_count=1)
     consumer = Consumer(world, Memory(), noop=2)
     world.write()

@@ -102,7 +102,7 @@ class Shard:
     def go_back(self, to: Seqno, fresh: BranchId) -> None:
         """A copy that had only this much has become active."""
         self.history = [entry for entry in self.history if entry.seqno <= to]
-        # No copy ever purges its newest change: that one says how far its history goes.
+        # No copy ever purges its newest change: that one marks the end of its history.
         flushed = self.history and self.history[-1].key is None
         self.purged = min(self.purged, Seqno(max(0, self.high - (0 if flushed else 1))))
         self.log = self.log.promoted(self.high, fresh=fresh)
@@ -116,7 +116,7 @@ class Stream:
     sent: Seqno
     until: Seqno
     whole: bool
-    last_sent: Seqno  # the last seqno that the consumer knows of
+    last_sent: Seqno  # the last seqno that the consumer received
     prefix: bytes = b""  # of the keys that it wants
     resumes: Seqno | None = None  # where the snapshot begins that its consumer is inside of
     open: bool = True
@@ -363,7 +363,7 @@ class World:
                 self.at(self.now + self.random.random() * 0.05, lambda stream=stream: self.pump(stream))  # type: ignore[misc]
 
     def purge(self, partition: Partition) -> None:
-        """Forget tombstones, and say so."""
+        """Forget tombstones, and raise the purge seqno."""
         shard = self.shards[partition]
         gone = [e.seqno for e in shard.after(Seqno(0)) if e.value is None and e.seqno < shard.high]
         if gone:

@@ -172,7 +172,9 @@ class HostilePeer:
                     self._still_answered()
                 case "half" if self.reads and not isinstance(self.socket, ssl.SSLSocket):
                     self.socket.shutdown(socket.SHUT_WR)
-                    self._until(lambda: self.closed, "the node keeps a connection that has said everything")
+                    self._until(
+                        lambda: self.closed, "the node keeps a connection whose peer has sent everything"
+                    )
                 case "cut":
                     self.write(self.chance.choice(PRINTED)[: self.chance.randrange(1, 30)])
                 case "reset":
@@ -235,7 +237,7 @@ class HostilePeer:
 
     def _extras(self, opcode: int, size: int) -> bytes:
         if opcode in (Opcode.FLUSH, Opcode.FLUSHQ):
-            return bytes(size)  # a flush that comes later would hit the witness
+            return bytes(size)  # a flush that comes later would remove the checked key
         if size >= 24:  # with meta
             numbers = (self._number([1]) % 2**32, self._number([1]) % 2**32)
             theirs = (self._number([5]), self._number(self._cas))

@@ -1,4 +1,4 @@
-"""What tests of streams ask of a node, and how they tell what came."""
+"""What tests of streams request from a node, and how they compare what arrived."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_the_right_password_comes_in_and_a_wrong_one_does_not(guarded: Node, mec
     with Peer(guarded, None) as peer:
         assert login(peer, "writer", "wrong") == Status.AUTHENTICATION_FAILED
         assert peer.set(b"k", b"v").status == Status.AUTHENTICATION_FAILED
-        assert login(peer, "nobody", "w-secret") == Status.AUTHENTICATION_FAILED
+        assert login(peer, "stranger", "w-secret") == Status.AUTHENTICATION_FAILED
         assert login(peer, "writer", "w-secret") == 0
         assert peer.set(b"k", b"v").status == 0
 
@@ -169,7 +169,9 @@ def test_a_login_that_is_lost_is_no_flood(guarded: Node) -> None:
         assert len(peer.get(b"large").value) == 100_000
 
 
-def test_who_is_still_being_checked_is_not_read_from_without_end(tmp_path: Path, users_file: Path) -> None:
+def test_a_connection_whose_login_is_being_checked_is_not_read_from_without_end(
+    tmp_path: Path, users_file: Path
+) -> None:
     with Running(tmp_path / "data", ServerSettings(port=0, users=users_file)) as running:
         assert running.node is not None
         free = threading.Event()
@@ -266,7 +268,7 @@ def test_each_role_may_do_its_own(guarded: Node) -> None:
         assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1").status == 0
 
 
-def test_who_is_not_logged_in_learns_nothing_about_the_node(guarded: Node) -> None:
+def test_without_a_login_a_client_gets_no_information_about_the_node(guarded: Node) -> None:
     with Peer(guarded) as peer:
         for opcode in (Opcode.GET_CLUSTER_CONFIG, Opcode.GET_VBUCKET_STATE, Opcode.GET_RANDOM_KEY):
             assert peer.ask(opcode).status == Status.AUTHENTICATION_FAILED
@@ -278,7 +280,7 @@ def test_who_is_not_logged_in_learns_nothing_about_the_node(guarded: Node) -> No
         assert len(peer.wait_for(SeqnosAnswer, 6).seqnos) == 16
 
 
-def test_who_does_not_log_in_in_time_is_closed(tmp_path: Path, users_file: Path) -> None:
+def test_a_connection_without_a_login_in_time_is_closed(tmp_path: Path, users_file: Path) -> None:
     settings = ServerSettings(port=0, users=users_file, limits=Limits(login=0.5))
     with Running(tmp_path / "data", settings) as node, node.peer() as slow, node.peer() as quick:
         assert plain(quick, "writer", PASSWORDS["writer"]).status == 0
@@ -353,7 +355,7 @@ def test_the_command_refuses_an_open_address_with_a_sentence_and_exit_code_2(tmp
     assert len(run.stderr.splitlines()) == 1
 
 
-def test_tls_speaks_the_same_protocol_and_a_plain_peer_gets_nowhere(tmp_path: Path, users_file: Path) -> None:
+def test_tls_carries_the_same_protocol_and_a_plain_peer_is_rejected(tmp_path: Path, users_file: Path) -> None:
     certificate, key = made(tmp_path)
     options = ("--users", str(users_file), "--tls-cert", str(certificate), "--tls-key", str(key))
     with Node(tmp_path / "data", *options).start() as node:
@@ -401,14 +403,14 @@ def over_tls(address: tuple[str, int], certificate: Path) -> Peer:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Waits until the node has closed it; false if it says something."""
+    """Waits until the node has closed it; false if it sends something."""
     try:
         return connection.recv(1) == b""
     except ConnectionError:
         return True
 
 
-def test_who_never_agrees_on_keys_counts_as_a_connection(
+def test_an_unfinished_tls_handshake_counts_as_a_connection(
     tmp_path: Path, certificate: tuple[Path, Path]
 ) -> None:
     options = ("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1]), "--connections", "3")
@@ -426,7 +428,7 @@ def test_who_never_agrees_on_keys_counts_as_a_connection(
         assert known.stats()["refused_connections"] == "1"
         garbled.sendall(b"GET / HTTP/1.0\r\n\r\n")
         while garbled.recv(100):
-            pass  # how TLS says that this is none of it
+            pass  # how TLS rejects bytes that are not TLS
         while known.stats()["curr_connections"] != "2":
             pass
         with over_tls(node.address, certificate[0]) as welcome:
@@ -435,7 +437,9 @@ def test_who_never_agrees_on_keys_counts_as_a_connection(
         assert node.stop() == 0
 
 
-def test_who_does_not_agree_on_keys_in_time_is_closed(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+def test_a_tls_handshake_that_takes_too_long_is_closed(
+    tmp_path: Path, certificate: tuple[Path, Path]
+) -> None:
     settings = ServerSettings(
         port=0, tls=Tls(certificate=certificate[0], key=certificate[1]), limits=Limits(handshake=0.3)
     )

@@ -46,7 +46,7 @@ def test_python_binary_memcached_works_with_every_command_it_has(shared_node: No
 
 
 def test_python_binary_memcached_logs_in_where_no_login_is_required(shared_node: Node) -> None:
-    client = bmemcached.Client((f"127.0.0.1:{shared_node.port}",), "anybody", "any password")
+    client = bmemcached.Client((f"127.0.0.1:{shared_node.port}",), "any user", "any password")
     assert client.set("b", "1")
     assert client.get("b") == "1"
     client.disconnect_all()

@@ -62,7 +62,7 @@ def test_a_command_that_is_done_leaves_the_phase_that_it_would_be_in_without_it(
     assert phases_with(ConnectionCue.DONE) == BUSY | ENDED
 
 
-def test_reading_pauses_and_resumes_exactly_when_the_phase_says_so() -> None:
+def test_reading_pauses_and_resumes_exactly_as_the_phase_requires() -> None:
     for (phase, cue), row in STEPS.items():
         pauses = phase in READ_FROM and row.after in NOT_READ_FROM
         resumes = phase in NOT_READ_FROM and row.after in READ_FROM

@@ -20,7 +20,7 @@ DAY = 86_400 * 10**9  # nanoseconds
 
 
 def rows(peer: Peer, name: str) -> dict[str, str]:
-    """What the node says of a consumer."""
+    """What the node reports of a consumer."""
     found: dict[str, dict[str, str]] = {}
     for row, value in peer.stats("consumers").items():
         number, _, field = row.partition(":")

@@ -2,7 +2,7 @@
 
 Meanwhile everything happens: writes, flushes, promotions to the past, changes of state. Consumers stop
 reading, stop streams, hang up and come back, with windows of all sizes. Each obeys the answers, and at the
-end holds exactly what the node holds. UPPER_COPIES_SECONDS says how long it goes on, UPPER_COPIES_SEED
+end holds exactly what the node holds. UPPER_COPIES_SECONDS sets the duration, UPPER_COPIES_SEED
 repeats the choices (not the interleaving).
 """
 
@@ -108,7 +108,7 @@ class Follower(threading.Thread):
     def run(self) -> None:
         try:
             self.follow()
-        except BaseException as error:  # noqa: BLE001  told to the test
+        except BaseException as error:  # noqa: BLE001  reported by the test
             self.failure = error
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Consumer(Follower):
             for copy in self.copies:
                 if not copy.open:
                     self._ask(peer, copy)
-            self._hear(peer)
+            self._receive(peer)
             what = self.chance.random() if self.wanted is None else 1.0
             if what < 0.02:
                 return  # hang up
@@ -177,7 +177,7 @@ class Consumer(Follower):
             case _:
                 assert getattr(answer, "status", None) == Status.NOT_MY_VBUCKET, answer
 
-    def _hear(self, peer: Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         try:
             messages = peer.receive()
         except TimeoutError:
@@ -227,11 +227,11 @@ class TapConsumer(Follower):
                 if isinstance(message, Refusal):
                     assert message.status == Status.NOT_MY_VBUCKET, message
                     return
-                self._hear(peer, message)
+                self._receive(peer, message)
             if not self.finish and self.chance.random() < 0.02:
                 return
 
-    def _hear(self, peer: Peer, message: Message) -> None:
+    def _receive(self, peer: Peer, message: Message) -> None:
         match message:
             case MutationMessage(partition=partition, key=key, value=value):
                 self.items[partition][key] = value
@@ -285,13 +285,13 @@ def test_a_consumer_that_follows_the_protocol_ends_equal_to_the_node(node: Node)
     print(f"UPPER_COPIES_SEED={seed} repeats the choices")  # noqa: T201
     consumers = [Consumer(node, f"{seed} {number}") for number in range(8)]
     old = [TapConsumer(node, f"{seed} {number}") for number in range(4)]
-    everybody: list[Follower] = [*consumers, *old]
-    for one in everybody:
+    followers: list[Follower] = [*consumers, *old]
+    for one in followers:
         one.start()
     chance = random.Random(seed)
     deadline = time.monotonic() + float(os.environ.get("UPPER_COPIES_SECONDS", "8"))
     with Peer(node, None, timeout=30) as peer:
-        while time.monotonic() < deadline and not any(one.failure for one in everybody):
+        while time.monotonic() < deadline and not any(one.failure for one in followers):
             _disturb(peer, chance)
         highs = []
         for partition in range(PARTITIONS):
@@ -303,7 +303,7 @@ def test_a_consumer_that_follows_the_protocol_ends_equal_to_the_node(node: Node)
         consumer.wanted = highs
     for client in old:
         client.finish = True
-    for one in everybody:
+    for one in followers:
         one.join(60)
         if one.failure is not None:
             raise AssertionError(f"seed {seed}") from one.failure

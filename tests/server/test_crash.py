@@ -27,7 +27,7 @@ ROUNDS = 20
 
 
 class Writer(threading.Thread):
-    """Writes in batches until the connection breaks; knows what was acknowledged and what was under way."""
+    """Writes in batches until the connection breaks; records what was acknowledged and what was under way."""
 
     def __init__(self, node: Node, number: int, state: dict[tuple[int, bytes], bytes | None]) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def test_answers_keep_their_order_around_those_that_wait(alone: Node) -> None:
 
 
 @pytest.mark.parametrize("opcode", [Opcode.SET, Opcode.REPLACE])
-def test_an_expiry_is_preserved_where_the_request_says_so(alone: Node, opcode: int) -> None:
+def test_an_expiry_is_preserved_where_the_request_asks_for_it(alone: Node, opcode: int) -> None:
     with Peer(alone, None) as peer:
         hour = struct.pack(">II", 0, 3600)
         assert asked(peer, Opcode.SET, b"e", b"1", options=b"", extras=hour).status == Status.OK

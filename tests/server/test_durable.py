@@ -66,7 +66,7 @@ def test_neither_the_writer_nor_a_reader_is_answered_before_the_disk_has_it(runn
         ask(reader, Opcode.GET, b"old", opaque=3)
         assert silent(writer) == []
         assert silent(reader) == [], "answers keep their order, so what came behind waits too"
-        assert other.get(b"old").value == b"v", "who asks for what is safe is answered at once"
+        assert other.get(b"old").value == b"v", "a request for durable data is answered at once"
         running.disk.released.set()
         assert writer.wait_for(Response, 1).status == 0
         assert reader.wait_for(Response, 2).value == b"v"
@@ -160,7 +160,7 @@ def test_what_is_written_while_a_backfill_waits_comes_behind_it_once(running: Ru
         assert changes == [(b"a", 2), (b"b", 3), FlushMessage, (b"c", 5)]
 
 
-def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_path: Path) -> None:
+def test_a_consumer_that_missed_a_purged_deletion_rolls_back_to_the_beginning(tmp_path: Path) -> None:
     running = Running(tmp_path / "data", storage=StorageSettings(purge_age=60.0))
     with running, running.peer() as peer, running.peer() as live:
         for key in (b"a", b"b"):
@@ -178,7 +178,7 @@ def test_who_missed_a_deletion_that_is_purged_goes_back_to_the_beginning(tmp_pat
         assert answer.seqno == 0
         peer.accepted(0, start=3, branch=branch)
         peer.set(b"d", b"v")
-        assert live.changes(1)[0].key == b"d", "who saw it follows on"
+        assert live.changes(1)[0].key == b"d", "a consumer that received it resumes"
 
 
 def test_a_lock_lasts_for_as_long_as_was_asked_and_at_most_a_second_more(running: Running) -> None:

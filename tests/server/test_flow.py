@@ -117,7 +117,9 @@ def test_filters_leave_out_and_still_move_the_consumer_forward(node: Node) -> No
         ({"filter.operations": "mutation", "filter.key.prefix": "user"}, [b"user:1", b"user:2"]),
     ],
 )
-def test_each_filter_passes_what_it_says(node: Node, settings: dict[str, str], expected: list[bytes]) -> None:
+def test_each_filter_passes_what_matches_it(
+    node: Node, settings: dict[str, str], expected: list[bytes]
+) -> None:
     with Peer(node) as follower, Peer(node, None) as writer:
         write(writer, b"order:1", value=b'{"n": 1, "tags": ["x"]}')
         write(writer, b"order:2", value=b'{"n": 2}')
@@ -156,7 +158,7 @@ def test_a_key_whose_value_no_longer_matches_leaves_the_view(node: Node, mode: s
             assert gone == ([b"k"] if mode == "view" else [])
 
 
-def test_a_view_that_wants_no_deletions_gets_none(node: Node) -> None:
+def test_a_view_without_deletions_gets_none(node: Node) -> None:
     with Peer(node) as follower, Peer(node, None) as writer:
         follower.control("filter.value", "$.n == 2")
         follower.control("filter.operations", "mutation")
@@ -232,9 +234,9 @@ def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(
             peer.control("set_noop_interval", interval)
             peer.control("enable_noop", "true")
             peer.accepted()
-        heard: list[Message] = []
+        received: list[Message] = []
         answering = threading.Thread(
-            target=lambda: heard.extend(alive.until(lambda m: isinstance(m, MutationMessage)))
+            target=lambda: received.extend(alive.until(lambda m: isinstance(m, MutationMessage)))
         )
         answering.start()
         raw = b""
@@ -248,7 +250,7 @@ def test_a_peer_that_does_not_answer_noops_is_closed_and_one_that_does_is_not(
             write(writer, b"a")
             assert writer.stats()["dead_peers"] == "1"
         answering.join()
-        assert kinds(heard)[-1] == "Mutation", "who answers stays"
+        assert kinds(received)[-1] == "Mutation", "a consumer that answers stays"
 
 
 def test_a_noop_is_answered_by_the_node(peer: Peer) -> None:
@@ -256,7 +258,7 @@ def test_a_noop_is_answered_by_the_node(peer: Peer) -> None:
     assert peer.wait_for(Acknowledged).opaque == 31
 
 
-def test_the_first_noop_of_a_connection_makes_it_speak_upr(node: Node) -> None:
+def test_the_first_noop_of_a_connection_selects_upr(node: Node) -> None:
     with Peer(node) as peer:
         peer.send(Noop(opaque=1))
         peer.wait_for(Acknowledged)

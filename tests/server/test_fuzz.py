@@ -36,7 +36,7 @@ DEPTH = (
 GOODBYES = ("ask", "ask", "half", "cut", "reset", "close")
 
 
-class Door:
+class Entrance:
     """How one gets to a node: over TLS or not, with a login or not."""
 
     def __init__(self, node: Node, certificate: Path | None) -> None:
@@ -44,7 +44,7 @@ class Door:
         self.context = None if certificate is None else ssl.create_default_context(cafile=str(certificate))
 
     def enter(self, chance: random.Random) -> socket.socket:
-        """A connection from one of many addresses, since who fails to log in has to wait for a minute."""
+        """A connection from one of many addresses, because an address waits after failed logins."""
         source = (f"127.0.{chance.randrange(256)}.{chance.randrange(1, 255)}", 0)
         connection = socket.create_connection(self.node.address, timeout=20, source_address=source)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,17 +78,17 @@ def test_fuzzed_over_the_socket_it_answers_or_closes_and_serves_others(way: str,
     certificate, options = guarded(tmp_path) if way == "guarded" else (None, ())
     node = Node(tmp_path / "data", *options, env={"UPPER_KERNEL": "plain"} if way == "plain" else {})
     with node.start():
-        door = Door(node, certificate)
-        served = _crowd(door, chance, received, float(os.environ.get("UPPER_FUZZ_SECONDS", "20")) / 3)
+        entrance = Entrance(node, certificate)
+        served = _crowd(entrance, chance, received, float(os.environ.get("UPPER_FUZZ_SECONDS", "20")) / 3)
         print(f"served {served}, received {sum(received.values())} packets: {dict(received.most_common())}")  # noqa: T201
         for partition in range(PARTITIONS):
-            _served_again(door, partition, f"seed {seed}")
+            _served_again(entrance, partition, f"seed {seed}")
         assert "Traceback" not in node.log, f"seed {seed}:\n{node.log[-5000:]}"
         assert node.memory() < 400 * MIB
         assert node.stop() == 0
     assert list(check(node.data)) == []
-    with node.start(), door.peer() as peer:
-        assert peer.get(b"witness", partition=7).value == b"after all"
+    with node.start(), entrance.peer() as peer:
+        assert peer.get(b"checked", partition=7).value == b"after all"
     if served > 30:
         missed = {kind for kind in DEPTH if not received[kind]}
         assert not missed, f"seed {seed}: the hostile peers did not get far enough to receive {missed}"
@@ -101,14 +101,14 @@ def guarded(where: Path) -> tuple[Path, tuple[str, ...]]:
     return certificate, ("--users", str(users), "--tls-cert", str(certificate), "--tls-key", str(key))
 
 
-def _crowd(door: Door, chance: random.Random, received: Counter[str], seconds: float) -> int:
+def _crowd(entrance: Entrance, chance: random.Random, received: Counter[str], seconds: float) -> int:
     """Some hostile peers at a time, and now and then a client that requires an answer."""
     hostile: list[HostilePeer] = []
     rounds = served = 0
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if len(hostile) < 10:
-            hostile.append(HostilePeer(door.enter(chance), chance, received))
+            hostile.append(HostilePeer(entrance.enter(chance), chance, received))
         one = chance.choice(hostile)
         one.step()
         if one.closed or chance.random() < 0.08:
@@ -116,23 +116,23 @@ def _crowd(door: Door, chance: random.Random, received: Counter[str], seconds: f
             hostile.remove(one)
         rounds += 1
         if rounds % 50 == 0:
-            served += _interference(door, chance.randrange(PARTITIONS), b"%d" % rounds) is None
+            served += _interference(entrance, chance.randrange(PARTITIONS), b"%d" % rounds) is None
     for one in hostile:
         one.leave("close")
     return served
 
 
-def _served_again(door: Door, partition: int, seed: str) -> None:
+def _served_again(entrance: Entrance, partition: int, seed: str) -> None:
     """Without hostile peers a partition serves, once the node has done what they requested."""
     deadline = time.monotonic() + 60
-    while (found := _interference(door, partition, b"after all")) is not None:
+    while (found := _interference(entrance, partition, b"after all")) is not None:
         assert time.monotonic() < deadline, f"{seed}: partition {partition}: {found}"
         time.sleep(0.05)
 
 
-def _interference(door: Door, partition: int, value: bytes) -> str | None:
+def _interference(entrance: Entrance, partition: int, value: bytes) -> str | None:
     """What kept a client from writing, reading and following its value, or None if nothing did."""
-    with door.peer() as peer:
+    with entrance.peer() as peer:
         # Hostile peers may change states, and lock; requests of one packet are not interleaved with theirs.
         requests = packet(Opcode.SET_VBUCKET_STATE, extras=b"\1", partition=partition, opaque=0)
         for number in range(150):  # more than TAP sends without asking for an acknowledgement
@@ -142,9 +142,9 @@ def _interference(door: Door, partition: int, value: bytes) -> str | None:
         for number in range(0, 150, 10):
             requests += packet(Opcode.DELETEQ, key=b"w%d" % number, partition=partition)
         requests += packet(
-            Opcode.SET, extras=bytes(8), key=b"witness", value=value, partition=partition, opaque=1
+            Opcode.SET, extras=bytes(8), key=b"checked", value=value, partition=partition, opaque=1
         )
-        requests += packet(Opcode.GET, key=b"witness", partition=partition, opaque=2)
+        requests += packet(Opcode.GET, key=b"checked", partition=partition, opaque=2)
         peer.socket.sendall(requests)
         answers = [peer.wait_for(Response, number) for number in range(3)]
         if any(answer.status == Status.TEMPORARY_FAILURE for answer in answers):
@@ -156,5 +156,5 @@ def _interference(door: Door, partition: int, value: bytes) -> str | None:
             return f"it is taken over: {answer}"
         assert isinstance(answer, StreamAccepted), answer
         seen = peer.until(lambda message: isinstance(message, StreamEnd))
-        found = [m.value for m in seen if isinstance(m, MutationMessage) and m.key == b"witness"]
+        found = [m.value for m in seen if isinstance(m, MutationMessage) and m.key == b"checked"]
         return None if found == [value] else f"it was flushed, or its state changed: {seen[-3:]}"

@@ -406,7 +406,9 @@ def test_a_tap_client_that_lists_nothing_follows_a_partition_that_becomes_active
         assert [change.key for change in narrow.changes(1)] == [b"elsewhere"]
 
 
-def test_who_wants_only_what_is_new_gets_only_that_of_a_partition_that_becomes_active(node: Node) -> None:
+def test_a_client_that_requests_only_new_changes_gets_only_those_of_a_partition_that_becomes_active(
+    node: Node,
+) -> None:
     with Peer(node, TAP) as client, Peer(node, None) as admin:
         admin.set(b"old", b"v")
         admin.ask(Opcode.SET_VBUCKET_STATE, extras=REPLICA)

@@ -96,10 +96,10 @@ def test_a_delete_carries_a_cas_only_after_hello(shared_node: Node) -> None:
         assert peer.delete(key).status == Status.KEY_NOT_FOUND
 
 
-def test_hello_settles_what_both_know_and_brings_mutation_tokens(shared_node: Node) -> None:
+def test_hello_negotiates_features_and_brings_mutation_tokens(shared_node: Node) -> None:
     with Peer(shared_node, None) as peer:
         agreed = peer.ask(Opcode.HELLO, b"test", HELLO_ALL).value
-        assert agreed == b"\0\x04\0\x07"  # tokens and extended errors; compression is not spoken here
+        assert agreed == b"\0\x04\0\x07"  # tokens and extended errors; compression is not supported
         key = fresh()
         stored = peer.set(key, b"1", partition=3)
         branch, seqno = struct.unpack(">QQ", stored.extras)
@@ -131,7 +131,7 @@ def test_a_miss_is_answered_with_the_key_where_a_hit_would_be(kv: Peer) -> None:
         assert (missed.status, missed.key, missed.value) == (Status.KEY_NOT_FOUND, key, b"")
 
 
-def test_json_is_the_only_data_type_and_only_for_who_agreed_on_it(shared_node: Node) -> None:
+def test_json_is_the_only_data_type_and_only_for_clients_that_agreed_on_it(shared_node: Node) -> None:
     key = fresh()
     with Peer(shared_node, None) as plain, Peer(shared_node, None) as knowing:
         knowing.ask(Opcode.HELLO, b"me", Feature.JSON.to_bytes(2, "big"))
@@ -195,7 +195,7 @@ def test_meta_that_could_not_count_on_is_refused(kv: Peer, revision: int, cas: i
     assert kv.set(key, b"v").status == 0
 
 
-def test_observe_says_that_an_answered_write_is_on_disk(kv: Peer) -> None:
+def test_observe_reports_that_an_answered_write_is_on_disk(kv: Peer) -> None:
     key = fresh()
     stored = kv.set(key, b"v", partition=2)
     asked = struct.pack(">HH", 2, len(key)) + key + struct.pack(">HH", 2, 4) + b"none"
@@ -267,7 +267,7 @@ def test_a_frame_larger_than_allowed_is_refused_and_the_connection_closes(shared
     assert struct.unpack_from(">BBHBBHIIQ", answer)[5:8:2] == (Status.VALUE_TOO_LARGE, 42)
 
 
-def test_quiet_commands_speak_up_only_when_there_is_something_to_say(kv: Peer) -> None:
+def test_quiet_commands_are_answered_only_when_they_fail_or_find_something(kv: Peer) -> None:
     from upper.model.messages import Request, Response
 
     key = fresh()
@@ -333,7 +333,7 @@ def test_malformed_requests_are_refused_and_the_connection_goes_on(shared_node: 
             connection.sendall(frame)
             answer = connection.recv(4096)
             assert struct.unpack_from(">H", answer, 6)[0] == Status.INVALID_ARGUMENTS, frame
-            assert len(answer) > 24, "a refusal says why"
+            assert len(answer) > 24, "a refusal has a reason"
         connection.sendall(packet(0xE7))
         assert struct.unpack_from(">H", connection.recv(4096), 6)[0] == Status.UNKNOWN_COMMAND
         connection.sendall(packet(Opcode.NOOP))

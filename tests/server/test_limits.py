@@ -83,7 +83,7 @@ def named(name: bytes) -> TapConnect:
     return TapConnect(name=name, support_ack=True)
 
 
-def test_of_too_many_tap_clients_that_are_away_those_who_left_first_are_forgotten(tmp_path: Path) -> None:
+def test_of_too_many_tap_clients_that_are_away_those_that_left_first_are_dropped(tmp_path: Path) -> None:
     settings = ServerSettings(port=0, streams=StreamSettings(tap_sessions=2, tap_ack_every=1))
     with Running(tmp_path / "data", settings) as node, node.peer() as writer:
         writer.set(b"old", b"v")
@@ -174,7 +174,7 @@ def test_the_metrics_page_serves_a_few_at_a_time_and_none_for_long(
 
 
 def ended(connection: socket.socket) -> bool:
-    """Waits until the node has closed it; false if it says something."""
+    """Waits until the node has closed it; false if it sends something."""
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -182,7 +182,7 @@ def ended(connection: socket.socket) -> bool:
 
 
 def test_a_closed_connection_is_freed_at_once_and_not_by_the_garbage_collector(tmp_path: Path) -> None:
-    """A node collects rarely, and those who follow cost much: they must not form circles."""
+    """A node collects garbage rarely, and consumers cost much: their objects must not form cycles."""
     with Running(tmp_path / "data") as running:
         assert running.node is not None
         node = running.node
@@ -208,7 +208,7 @@ def test_a_closed_connection_is_freed_at_once_and_not_by_the_garbage_collector(t
                 running.call(note)
             while node.connections:
                 running.call(lambda: None)
-            running.call(lambda: None)  # the last one has told of its end by now
+            running.call(lambda: None)  # the end of the last one has been handled by now
             assert [gone() for gone in known] == [None] * 5
         finally:
             gc.enable()

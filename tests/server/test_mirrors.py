@@ -1,8 +1,8 @@
 """Whatever happens to a bucket, every consumer of every dialect ends equal to it.
 
-A writer that means no harm and an operator who does not care for anybody take turns, by chance: batches with
+A writer and an operator that disregards consumers take turns, at random: batches with
 repeated keys, flushes, changes of state, promotions, steps back into history, restarts and kills. Mirrors
-read when they like, or leave in the middle of a word. Now and then everybody catches up, and all are
+read when they like, or disconnect in the middle of a packet. Now and then all consumers catch up, and all are
 compared.
 """
 
@@ -42,7 +42,7 @@ class World:
         happening = self.chance.choices(list(happenings), list(happenings.values()))[0]
         happening(self.chance.randrange(PARTITIONS))
 
-    def _tell(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         self.story.append(what)
 
     def write(self, partition: int) -> None:
@@ -66,7 +66,7 @@ class World:
         writer.session.send(Request(opcode=Opcode.NOOP, opaque=2))
         writer.socket.sendall(writer.session.take_output())
         writer.wait_for(Response, 2)
-        self._tell(f"a batch, mostly to {partition}")
+        self._log(f"a batch, mostly to {partition}")
 
     def look(self, _: int) -> None:
         for mirror in self.chance.sample(list(self.mirrors.values()), 3):
@@ -75,11 +75,11 @@ class World:
     def hang_up(self, _: int) -> None:
         name = self.chance.choice(list(self.mirrors))
         self.mirrors[name].leave()
-        self._tell(f"{name} hangs up")
+        self._log(f"{name} hangs up")
 
     def flush(self, _: int) -> None:
         assert self.writer.ask(Opcode.FLUSH).status == 0
-        self._tell("flush")
+        self._log("flush")
 
     def administer(self, partition: int) -> None:
         match self.chance.randrange(5):
@@ -100,7 +100,7 @@ class World:
         value = b"" if order is None else json.dumps(order).encode()
         answer = self.writer.ask(Opcode.SET_VBUCKET_STATE, extras=state, value=value, partition=partition)
         assert answer.status == 0
-        self._tell(f"partition {partition}: state {state[0]}, {order}")
+        self._log(f"partition {partition}: state {state[0]}, {order}")
 
     def restart(self) -> None:
         if self.chance.random() < 0.5:
@@ -113,10 +113,10 @@ class World:
             mirror.leave()
             if isinstance(mirror, OldFashioned):
                 mirror.forget()  # TAP has no positions, and the node keeps none on disk
-        self._tell("restart")
+        self._log("restart")
 
     def compare(self) -> None:
-        """Everybody reads until it has what was written last, and then holds what the bucket holds."""
+        """Every consumer reads until it has what was written last, and then equals the bucket."""
         self.checks += 1
         mark = b"a-mark-%d" % self.checks
         for partition in range(PARTITIONS):

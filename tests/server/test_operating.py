@@ -109,7 +109,7 @@ def test_with_users_the_files_are_for_the_owner_alone(tmp_path: Path) -> None:
             assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
-def test_a_users_file_that_everybody_can_write_is_refused(tmp_path: Path) -> None:
+def test_a_users_file_that_every_user_can_write_is_refused(tmp_path: Path) -> None:
     users = tmp_path / "users.json"
     save_users(users, Users({"ann": ANN}))
     users.chmod(0o666)

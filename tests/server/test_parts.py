@@ -1,4 +1,4 @@
-"""Parts of the node by themselves: how streams speak, filters, statistics, ranges, runs of a commit."""
+"""Parts of the node by themselves: stream encoders, filters, statistics, ranges, runs of a commit."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_value_past_the_bound_is_not_parsed(monkeypatch: pytest.MonkeyPatch) -
     assert chosen([record], first=True) == []
 
 
-def test_a_filter_says_what_it_does() -> None:
+def test_a_filter_describes_itself() -> None:
     chosen = EVERYTHING.with_prefix(b"user:").with_operations("mutation").with_keys_only()
     assert str(chosen) == "prefix user:; mutation; keys only"
     assert str(EVERYTHING) == ""

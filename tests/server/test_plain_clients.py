@@ -65,7 +65,7 @@ def test_commands_outside_the_fast_path_are_routed_too(routing: Node) -> None:
         assert plain.ask(Opcode.TOUCH, key, extras=b"\0\0\xff\xff").status == 0
         assert plain.ask(Opcode.APPEND, key, b"1").status == 0
         assert plain.set(key, b"5", cas=plain.get(key).cas).status == 0
-        assert plain.delete(b"counter-of-nobody").status == Status.KEY_NOT_FOUND
+        assert plain.delete(b"no-such-counter").status == Status.KEY_NOT_FOUND
     assert holds(routing, key) == [partition_of(key, PARTITIONS)]
 
 
@@ -79,9 +79,7 @@ SHOWS: dict[str, Callable[[Peer], object]] = {
 
 
 @pytest.mark.parametrize("shown", SHOWS)
-def test_a_client_that_has_shown_that_it_knows_partitions_is_taken_at_its_word(
-    routing: Node, shown: str
-) -> None:
+def test_a_client_that_has_named_a_partition_chooses_partitions_itself(routing: Node, shown: str) -> None:
     key = f"{AWAY.decode()}-{shown}".encode()
     while partition_of(key, PARTITIONS) == 0:
         key += b"."

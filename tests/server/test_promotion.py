@@ -1,4 +1,4 @@
-"""Promotion of a partition over the wire: the response says what happened, and other partitions go on."""
+"""Promotion of a partition over the wire: the response reports what happened, and other partitions go on."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_client_that_leaves_does_not_stop_its_promotion(tmp_path: Path) -> Non
         assert peer.set(b"k4", b"w").status == 0
 
 
-def test_a_dry_run_says_where_it_would_go_and_changes_nothing(node: Node, peer: Peer) -> None:
+def test_a_dry_run_returns_where_it_would_go_and_changes_nothing(node: Node, peer: Peer) -> None:
     for number in range(5):
         peer.set(b"k%d" % number, b"v")
     answer = peer.ask(Opcode.SET_VBUCKET_STATE, extras=b"\1", value=promotion(to=3, dry_run=True))

@@ -1,4 +1,4 @@
-"""The `serve` verb: its one line, its signals, its exit codes; statistics and metrics; what the page says."""
+"""The `serve` verb: its one line, its signals, its exit codes; statistics and metrics; the page."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_when_the_disk_refuses_no_write_is_confirmed_and_reads_go_on(tmp_path: P
         assert peer.set(b"later", b"v").status == 0
 
 
-def test_a_quiet_write_that_the_disk_refuses_closes_the_connection_for_it_cannot_say_so(
+def test_a_quiet_write_that_the_disk_refuses_closes_the_connection_because_it_has_no_answer(
     tmp_path: Path,
 ) -> None:
     node = Node(tmp_path / "data", partitions=4, file_limit=600_000).start()

@@ -398,7 +398,9 @@ def test_a_partition_that_changes_its_state_ends_its_streams_and_serves_no_more(
         assert admin.set(b"k", b"v", partition=2).status == 0
 
 
-def test_a_flush_reaches_live_streams_and_who_was_away_goes_back_to_zero(node: Node, peer: Peer) -> None:
+def test_a_flush_reaches_live_streams_and_a_consumer_that_was_away_rolls_back_to_zero(
+    node: Node, peer: Peer
+) -> None:
     with Peer(node, None) as writer:
         branch = peer.accepted().versions[0].branch
         write(writer, b"a", b"b")
@@ -411,7 +413,7 @@ def test_a_flush_reaches_live_streams_and_who_was_away_goes_back_to_zero(node: N
             answer = late.follow(start=2, branch=branch)
             assert isinstance(answer, RollbackAnswer)
             assert answer.seqno == 0
-            late.accepted(start=3, branch=branch)  # who stands at the flush goes on
+            late.accepted(start=3, branch=branch)  # a consumer at the flush resumes
 
 
 def test_a_takeover_drains_hands_over_and_leaves_a_dead_copy(node: Node, peer: Peer) -> None:

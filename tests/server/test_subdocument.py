@@ -247,7 +247,7 @@ def test_edits_of_one_request_are_one_change_or_none(peer: Peer) -> None:
     assert stale.status == Status.KEY_EXISTS
 
 
-def test_a_document_is_made_where_the_request_says_so(peer: Peer) -> None:
+def test_a_document_is_created_where_the_request_asks_for_it(peer: Peer) -> None:
     edit = step(Opcode.SUBDOC_DICT_UPSERT, b"a.b", b"1", flags=1)
     assert peer.ask(Opcode.SUBDOC_MULTI_MUTATION, b"new", edit).status == Status.KEY_NOT_FOUND
     assert peer.ask(Opcode.SUBDOC_MULTI_MUTATION, b"new", edit, extras=b"\1").status == 0

@@ -99,7 +99,7 @@ def test_a_backfill_by_time_brings_the_deletions_since_then(node: Node) -> None:
         assert [m.key for m in client.rest() if isinstance(m, MutationMessage | DeletionMessage)] == [b"k2"]
 
 
-def test_a_dump_brings_what_exists_and_hangs_up(node: Node) -> None:
+def test_a_dump_sends_what_exists_and_closes_the_connection(node: Node) -> None:
     fill(node, 50)
     with Peer(node, None) as writer:
         writer.delete(b"k0", partition=0)
@@ -108,7 +108,9 @@ def test_a_dump_brings_what_exists_and_hangs_up(node: Node) -> None:
         *seen, last = client.rest()
         assert {type(message) for message in seen} == {MutationMessage}
         assert len(seen) == 49
-        assert isinstance(last, TapOpaque), "it also says that this was all: a killed node hangs up, too"
+        assert isinstance(last, TapOpaque), (
+            "it marks the end of the dump: a killed node closes the connection, too"
+        )
         assert last.value == DUMPED
 
 
@@ -137,7 +139,7 @@ def test_a_partition_that_is_listed_twice_comes_once(node: Node) -> None:
         ]
 
 
-def test_keys_only_says_that_a_value_was_left_out(node: Node) -> None:
+def test_keys_only_marks_that_a_value_was_left_out(node: Node) -> None:
     fill(node, 5)
     with Peer(node, TAP) as client:
         client.send(TapConnect(keys_only=True, dump=True))

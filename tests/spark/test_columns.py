@@ -54,13 +54,13 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KINDS)), anything))
-def test_no_json_that_anybody_writes_ends_a_query(value: dict[str, Any]) -> None:
+def test_no_json_value_ends_a_query(value: dict[str, Any]) -> None:
     (row,) = shown([json.dumps(value).encode()], pa.struct(list(KINDS.items())))
     assert row is None or set(row) == set(KINDS)  # None where it has NaN, which is not JSON
 
 
 @given(st.lists(st.none() | st.binary(max_size=20), max_size=5))
-def test_no_bytes_that_anybody_writes_end_a_query(values: list[bytes | None]) -> None:
+def test_no_bytes_of_a_value_end_a_query(values: list[bytes | None]) -> None:
     assert len(shown(values, pa.struct([("x", pa.int32())]))) == len(values)
     texts = shown(values, pa.string(), form="string")
     for value, text in zip(values, texts, strict=True):
@@ -103,7 +103,7 @@ def test_what_is_not_json_of_the_schema_is_null(value: bytes) -> None:
         ("in", '{"x": 1, "more": 2}', {"x": 1}),
     ],
 )
-def test_a_part_is_what_it_says_or_null(kind: str, given_: str, seen: object) -> None:
+def test_a_part_has_its_type_or_is_null(kind: str, given_: str, seen: object) -> None:
     value = f'{{"v": {given_}}}'.encode()
     assert shown([value], pa.struct([("v", KINDS[kind])])) == [{"v": seen}]
 

@@ -39,7 +39,7 @@ end = reader.latestOffset()
 assert len(rows(reader, start, end)) == 100
 assert rows(reader, end, reader.latestOffset()) == []
 reader.stop()
-again = UnlimitedStreamReader(SourceOptions(url=url), StructType(), width=2)  # it knows nothing of the first
+again = UnlimitedStreamReader(SourceOptions(url=url), StructType(), width=2)  # without state
 reported = again.latestOffset()
 assert not Offset.from_json(reported).planned
 assert rows(again, end, reported) == []

@@ -1,4 +1,4 @@
-"""Whatever Java there is, Spark gets one that starts, or the user a sentence that says what to do."""
+"""Whatever Java there is, Spark gets one that starts, or the user gets a sentence with the remedy."""
 
 from __future__ import annotations
 

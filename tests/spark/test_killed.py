@@ -68,7 +68,7 @@ def test_a_driver_killed_between_two_commits_leaves_a_lake_that_the_next_one_com
     assert Lake(synced.root).latest.lake_position == Lake(synced.root).changes.lake_position
 
 
-def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_says_what_stays(
+def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_prints_what_stays(
     synced: SyncedLake, bucket: Any
 ) -> None:
     """The signal goes to the whole group, as from a terminal: Spark and its workers get it too."""
@@ -87,7 +87,7 @@ def test_ctrl_c_in_the_middle_of_a_batch_ends_at_once_and_says_what_stays(
     assert len(synced.rows(CHANGES)) == 20_000
 
 
-def test_after_a_kill_verify_as_a_command_says_yes(synced: SyncedLake, bucket: Any) -> None:
+def test_after_a_kill_verify_as_a_command_succeeds(synced: SyncedLake, bucket: Any) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(400)})
     process = driver(
         synced, "--once", "--groups", "4", program=("-m", "tests.spark.killed", "after", CHANGES)
@@ -108,4 +108,4 @@ def test_after_a_kill_verify_as_a_command_says_yes(synced: SyncedLake, bucket: A
     run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "400 live keys and 400 changes in 16 partitions" in run.stdout
-    assert run.stderr == "", "there is nothing to say beside the answer"
+    assert run.stderr == "", "nothing is printed beside the answer"

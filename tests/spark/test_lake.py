@@ -1,6 +1,6 @@
 """A lake on a real Spark and a real node, through everything that may happen to either of them.
 
-After every story the same three things must hold: the lake is what the bucket says, `changes` makes
+After every story the same three things must hold: the lake equals the bucket, `changes` makes
 `latest`, and `lost` has exactly what was taken back.
 """
 
@@ -188,9 +188,7 @@ def test_a_worker_that_is_killed_is_replaced(synced: SyncedLake, tmp_path: Path)
     assert synced.runner.run([die_once, lambda: "also"]) == ["done", "also"]
 
 
-def test_verify_as_a_command_names_what_differs_and_says_so_by_its_exit_code(
-    synced: SyncedLake, bucket: Any
-) -> None:
+def test_verify_as_a_command_names_what_differs_and_exits_with_1(synced: SyncedLake, bucket: Any) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(100)})
     synced.sync()
     lake = Lake(synced.root)

@@ -134,8 +134,8 @@ def test_a_query_that_obeys_ends_equal_to_the_bucket(story: Story) -> None:
 
 
 @given(stories)
-def test_a_query_of_a_spark_that_does_not_say_where_it_stands_ends_equal_too(story: Story) -> None:
-    """Spark 4.0 and 4.1 ask for the latest offset without the start; a restarted reader knows nothing."""
+def test_a_query_of_a_spark_that_does_not_pass_the_start_offset_ends_equal_too(story: Story) -> None:
+    """Spark 4.0 and 4.1 ask for the latest offset without the start; a restarted reader has no state."""
     bucket, query = ModelBucket(PARTITIONS), Query()
     offset = plan.beginning(bucket.bucket_state())  # what Spark has
     stood: Offset | None = offset  # what the reader remembers
@@ -264,9 +264,9 @@ def test_a_limit_gives_every_partition_its_turn() -> None:
 
 
 def test_a_query_that_cannot_go_back_gets_an_error() -> None:
-    told = ResumePoints.at(Position.at(BranchId(7), Seqno(3)))
+    points = ResumePoints.at(Position.at(BranchId(7), Seqno(3)))
     with pytest.raises(RollbackRequired, match="partition 2 must go back to seqno 3"):
-        plan.refuse_rollbacks([ReadRange(Partition(2), told, Seqno(9), BranchId(7), after_rollback=True)])
+        plan.refuse_rollbacks([ReadRange(Partition(2), points, Seqno(9), BranchId(7), after_rollback=True)])
 
 
 def test_options_are_read_whatever_their_case_and_refused_clearly() -> None:

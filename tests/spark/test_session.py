@@ -27,7 +27,7 @@ def test_a_session_that_was_running_is_used_with_its_settings_and_goes_on(spark:
     assert spark.sparkContext.appName == "tests"
 
 
-def test_a_runner_whose_session_was_stopped_says_so_and_the_next_test_gets_another(
+def test_a_runner_whose_session_was_stopped_reports_it_and_the_next_test_gets_another(
     shared_session: SharedSession,
 ) -> None:
     session = shared_session.get()

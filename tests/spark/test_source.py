@@ -174,9 +174,9 @@ def test_a_rollback_is_a_row_before_the_rows_of_the_new_branch(
             bucket.promote(partition, to=high - 2)
         bucket.set_many({f"n{i}": b"new" for i in range(160)})
         after = drained(frame, tmp_path / "checkpoint")
-        told = {row["partition"]: row for row in after if row["operation"] == "rollback"}
-        assert sorted(told) == moved
-        for partition, row in told.items():
+        rollbacks = {row["partition"]: row for row in after if row["operation"] == "rollback"}
+        assert sorted(rollbacks) == moved
+        for partition, row in rollbacks.items():
             assert row["branch"] % 2**64 == bucket.failover_log(partition).branch
             assert row["key"] is None
         assert live(seen + after) == held(bucket)

@@ -27,7 +27,7 @@ FUNCTIONS = (
 
 
 class Wall:
-    """A wall clock that moves only when told to."""
+    """A wall clock that moves only when a test moves it."""
 
     def __init__(self) -> None:
         self.now = 1_700_000_000.0

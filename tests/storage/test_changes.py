@@ -98,7 +98,7 @@ def test_records_of_several_partitions_between_each_other_keep_their_order(opene
         assert pairs(list(store.changes_after(Seqno(0)).chunks(5000))) == written[store.id]
 
 
-def test_a_backfill_is_not_ready_until_its_window_was_read_and_then_says_so(opened: Open) -> None:
+def test_a_backfill_is_not_ready_until_its_window_was_read_and_then_reports_it(opened: Open) -> None:
     async def run() -> None:
         disk = Slow()
         bucket = opened(COLD, disk=disk)

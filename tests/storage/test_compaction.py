@@ -79,7 +79,7 @@ def test_small_partitions_share_a_file_and_large_ones_have_their_own(opened: Ope
     assert opened().partitions[1].count == 3
 
 
-def test_old_deletions_go_and_the_purge_seqno_says_so(opened: Open, wall: Wall) -> None:
+def test_old_deletions_go_and_raise_the_purge_seqno(opened: Open, wall: Wall) -> None:
     bucket = opened(StorageSettings(compact=False, purge_age=100))
     store = bucket.partitions[0]
     for n in range(4):
@@ -201,7 +201,7 @@ def test_little_data_is_not_rewritten_before_the_floor_is_reached(opened: Open, 
 
 
 class Unlinked(Disk):
-    """Remembers who unlinked what; for a while it refuses to."""
+    """Records which thread unlinked which file; for a while it refuses to."""
 
     def __init__(self, refusals: int = 0) -> None:
         self.refusals = refusals

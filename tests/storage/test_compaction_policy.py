@@ -16,7 +16,7 @@ groups = st.lists(st.builds(group, st.integers(1, 1000), st.integers(1, 1000)), 
 
 
 @given(groups, st.integers(1, 3000))
-def test_who_goes_at_the_pace_begins_every_group_before_the_journal_is_too_long_for_it(
+def test_at_the_computed_pace_every_group_begins_before_the_journal_is_too_long_for_it(
     found: list[Group], room: int
 ) -> None:
     waiting, journaled = by_age(found), 0.0

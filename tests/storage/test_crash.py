@@ -1,7 +1,7 @@
 """Killed at any moment: nothing acknowledged is missing, nothing is half there, order holds.
 
 A child process writes what follows from seqnos alone, so the parent can compute what a partition must hold
-from its high seqno. The child says over a pipe how far it may be relied on; then SIGKILL comes. Every second
+from its high seqno. The child reports over a pipe what is durable; then SIGKILL comes. Every second
 child runs on the plain kernel, so that each has to take over what the other left.
 """
 
@@ -104,7 +104,7 @@ def use_plain_kernel() -> None:
 def killed_after(
     seconds: float, directory: Path, settings: StorageSettings, work: object, *, plain: bool
 ) -> list[tuple[int, int, int]]:
-    """Run the child for so long, kill it, and return what it said."""
+    """Run the child for this time, kill it, and return what it reported."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

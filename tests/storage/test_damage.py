@@ -220,7 +220,7 @@ def test_a_damaged_mark_is_refused_found_and_repaired(
 
 
 @pytest.mark.parametrize("content", [b"{cut off", b"{}", b'{"format": 1}'])
-def test_a_bucket_that_does_not_say_what_it_is_has_to_be_restored(
+def test_a_bucket_without_its_identity_has_to_be_restored(
     opened: Open, directory: Path, content: bytes
 ) -> None:
     damaged(opened)

@@ -335,7 +335,7 @@ def test_what_could_not_be_read_again_is_neither_served_nor_rewritten(opened: Op
 # ── Whatever else fails ───────────────────────────────────────────────────────────────────────────
 
 
-def test_with_memory_durability_memory_stays_the_truth_when_the_disk_fails(opened: Open) -> None:
+def test_with_memory_durability_memory_is_still_served_when_the_disk_fails(opened: Open) -> None:
     disk = Faulty("write", errno.ENOSPC)
     memory = StorageSettings(compact=False, durability=Durability.MEMORY)
     bucket = opened(memory, disk=disk)

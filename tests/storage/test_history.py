@@ -71,12 +71,12 @@ def test_an_unclean_end_branches_exactly_when_something_acknowledged_may_be_gone
 def test_memory_durability_acknowledges_before_the_disk_has_it(opened: Open) -> None:
     bucket = opened(MEMORY)
     order: list[str] = []
-    bucket.subscribe(lambda commit: order.append("told"))
+    bucket.subscribe(lambda commit: order.append("published"))
     append = bucket.journal.append
     bucket.journal = _Spy(append, order, bucket)  # type: ignore[assignment]
     bucket.partitions[0].write(b"k", b"v")
     bucket.commit()
-    assert order == ["told", "written"]
+    assert order == ["published", "written"]
 
 
 class _Spy:
@@ -370,7 +370,7 @@ def test_pieces_of_a_snapshot_are_applied_by_one_method_and_count_when_the_last_
     bucket.commit()
     assert (store.high, store.complete, store.snapshot) == (2, 0, snapshot)
     store = opened().partitions[0]
-    assert (store.high, store.complete, store.snapshot) == (2, 0, snapshot), "a restart knows where it stood"
+    assert (store.high, store.complete, store.snapshot) == (2, 0, snapshot), "a restart restores the position"
     store.apply([change(4, b"c")], snapshot=snapshot)
     store.apply([], snapshot=snapshot, complete=True)
     assert (store.high, store.complete) == (5, 5), "its newest change is gone, the seqno is not"

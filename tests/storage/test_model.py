@@ -31,7 +31,7 @@ PARTITIONS = 2
 
 @dataclass(frozen=True)
 class Kept:
-    """What the model knows of one key; value None is a tombstone."""
+    """What the model has of one key; value None is a tombstone."""
 
     seqno: int
     revision: int

@@ -27,7 +27,7 @@ def test_seqnos_count_up_from_one_and_cas_strictly_increases(opened: Open) -> No
     assert all(a.cas < b.cas for a, b in pairwise(written))
 
 
-def test_a_cas_tells_the_milliseconds(opened: Open, wall: Wall) -> None:
+def test_a_cas_contains_the_milliseconds(opened: Open, wall: Wall) -> None:
     store = opened().partitions[0]
     wall.now = 1_700_000_123.456
     assert abs(store.write(b"k", b"v").cas // 1_000_000 - 1_700_000_123_456) <= 1

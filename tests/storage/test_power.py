@@ -2,7 +2,7 @@
 
 `Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A cut leaves
 that, and of everything else whatever chance wants: all of it, a part, zeros, nothing. So a sync that is
-missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS says
+missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS sets
 how many lives are tried.
 """
 
@@ -138,7 +138,7 @@ def agree(bucket: BucketStore, histories: Histories) -> None:
 def live(
     bucket: BucketStore, chance: random.Random, wall: Wall, reported: list[Contents], histories: Histories
 ) -> None:
-    """Whatever happens to a bucket. `told`: what was acknowledged last, and what may be by now."""
+    """Whatever happens to a bucket. `reported`: what was acknowledged last, and what may be by now."""
     while True:
         wall.now += chance.random()
         store = chance.choice(bucket.partitions)

@@ -93,7 +93,7 @@ async def live(bucket: BucketStore, histories: Histories, chance: random.Random,
 
 @pytest.mark.parametrize("quota", [None, 3000])
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_at_once_a_partition_holds_what_its_history_says(
+def test_whatever_happens_at_once_a_partition_equals_its_history(
     opened: Open, directory: Path, wall: Wall, seed: int, quota: int | None, summarise: Summarise
 ) -> None:
     chance = random.Random(seed)

@@ -106,7 +106,7 @@ def test_a_process_that_is_killed_at_any_step_leaves_both_or_neither(
 
 
 @pytest.mark.parametrize("refused", range(12))
-def test_a_disk_that_refuses_at_any_step_leaves_what_the_answer_says(
+def test_a_disk_that_refuses_at_any_step_leaves_what_the_answer_states(
     opened: Open, directory: Path, refused: int
 ) -> None:
     disk = Stopping()
@@ -224,7 +224,7 @@ def test_a_rollback_whose_batch_the_journal_refuses_does_not_begin(opened: Open)
     assert opened(QUIET).partitions[0].high == 6
 
 
-def test_a_plan_says_where_a_rollback_leads_and_changes_nothing(opened: Open) -> None:
+def test_a_plan_returns_where_a_rollback_leads_and_changes_nothing(opened: Open) -> None:
     async def run() -> None:
         bucket = opened()
         fill(bucket)

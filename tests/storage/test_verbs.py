@@ -48,7 +48,7 @@ def test_a_sound_directory_is_one_object_with_json(filled: Path, upper: Run) -> 
 
 def test_a_key_outside_its_partition_is_a_finding(opened: Open, directory: Path, upper: Run) -> None:
     bucket = opened()
-    bucket.partitions[2].write(b"apple", b"red")  # where its hash says
+    bucket.partitions[2].write(b"apple", b"red")  # the partition of its hash
     bucket.partitions[0].write(b"apple", b"green")  # where a client put it that names no partition
     bucket.partitions[0].write(b"pear", b"green")
     bucket.partitions[0].delete(b"pear")  # gone, so there is nothing to find twice

@@ -1,4 +1,4 @@
-"""Batches on their way: who writes them, when they leave, and what becomes of them when the disk refuses."""
+"""Batches on their way: which thread writes them, when they leave, and the outcome when the disk refuses."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_wa
     assert again.partitions[1].read(b"k5") is None
 
 
-def test_who_waits_for_a_batch_that_is_under_way_gets_it(opened: Open) -> None:
+def test_waiting_for_a_batch_that_is_being_written_returns_it(opened: Open) -> None:
     bucket = opened(QUIET)
 
     async def fill() -> None:

@@ -1,4 +1,4 @@
-"""Every kind of bad packet has its documented error, which tells the byte. docs/protocol.md has the table."""
+"""Every kind of bad packet has its documented error, which names the byte. docs/protocol.md has the table."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_body_above_the_limit_is_too_large_before_any_of_it_is_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "packet", "at", "says"),
+    ("dialect", "packet", "at", "expected"),
     [
         (KV, pack(0x80, 0x01, key=b"k"), 4, "0 bytes of extras in a set; it has 8"),
         (KV, pack(0x80, 0x01, extras=U64), 2, "key in a set: it must be there"),
@@ -106,11 +106,11 @@ def test_a_body_above_the_limit_is_too_large_before_any_of_it_is_here() -> None:
     ],
 )
 def test_lengths_that_do_not_fit_the_kind_are_bad_length(
-    dialect: Dialect, packet: bytes, at: int, says: str
+    dialect: Dialect, packet: bytes, at: int, expected: str
 ) -> None:
     error = caught(dialect, packet)
     assert isinstance(error, BadLength)
-    assert says in str(error)
+    assert expected in str(error)
     assert error.at == at
     assert error.status == 0x04
 
@@ -146,9 +146,7 @@ def test_an_undefined_opcode_or_sub_type_is_unknown(dialect: Dialect, packet: by
         (UPR0, pack(0x81, 0x03), Side.CLIENT),
     ],
 )
-def test_what_is_not_for_this_side_to_say_is_unknown_from_it(
-    dialect: Dialect, packet: bytes, by: Side
-) -> None:
+def test_a_packet_that_this_side_may_not_send_is_unknown(dialect: Dialect, packet: bytes, by: Side) -> None:
     assert dialect.decode(packet, by=by.other) is not None
     error = caught(dialect, packet, by=by)
     assert isinstance(error, UnknownOpcode)
@@ -193,7 +191,7 @@ def test_a_log_of_half_a_version_is_refused() -> None:
         UPR.decode(response(0x51, 1, value=bytes(16)))
 
 
-def test_a_layout_says_which_field_does_not_fit() -> None:
+def test_a_layout_names_the_field_that_does_not_fit() -> None:
     layout = Layout(u16("small"), pad(2), u64("big"))
     assert layout.size == 12
     assert layout.span("big") == (4, 12)

@@ -21,7 +21,7 @@ from upper.wire.packet import HEADER, REQUEST, pack
 
 
 def frame(number: int, content: bytes) -> bytes:
-    """An option as Couchbase's clients write it: 15 says that the rest follows in a byte."""
+    """An option as Couchbase's clients write it: 15 means that the rest follows in a byte."""
     head = bytes([min(number, 15) << 4 | min(len(content), 15)])
     for part in (number, len(content)):
         head += bytes([part - 15]) if part >= 15 else b""

@@ -73,7 +73,7 @@ def test_text_is_text_and_other_bytes_are_hex(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["80"], "byte 1: a packet needs 24 bytes"),
         (["8"], "byte 0: the number of hex digits is odd"),
@@ -86,12 +86,12 @@ def test_text_is_text_and_other_bytes_are_hex(capsys: pytest.CaptureFixture[str]
         (["8051" + "00" * 22, "42" + "00" * 23], "byte 24: magic 0x42"),
     ],
 )
-def test_errors_say_which_byte_is_wrong(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+def test_errors_name_the_wrong_byte(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["packet", *arguments]) == 2
     captured = capsys.readouterr()
-    assert says in captured.err
+    assert expected in captured.err
     assert "Traceback" not in captured.err
 
 

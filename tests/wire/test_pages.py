@@ -1,4 +1,4 @@
-"""The pages about the wire say what the tables say."""
+"""The pages about the wire agree with the tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from upper.wire.session import DIALECTS
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_the_reference_page_is_what_the_tables_say() -> None:
+def test_the_reference_page_equals_the_tables() -> None:
     reported = (
         "docs/reference/wire.md is out of date: python -m tools.wire_reference > docs/reference/wire.md"
     )

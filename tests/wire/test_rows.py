@@ -133,7 +133,7 @@ def test_no_two_packets_of_a_dialect_can_be_mistaken_for_each_other() -> None:
     ],
     ids=lambda it: it.name if isinstance(it, Dialect) else type(it).__name__,
 )
-def test_what_a_dialect_cannot_say_arrives_as_none(dialect: Dialect, message: Message) -> None:
+def test_what_a_dialect_cannot_express_arrives_as_none(dialect: Dialect, message: Message) -> None:
     arrived = dialect.decode(dialect.encode(message))
     assert arrived != message
     assert type(arrived) is type(message)
@@ -148,7 +148,7 @@ def test_a_deletion_with_a_time_is_sent_in_the_form_that_has_room_for_it() -> No
     assert header(DCP.encode(early)).extras_length == 18
 
 
-def test_dcp_has_no_word_for_shutting_down_and_says_what_follows() -> None:
+def test_dcp_has_no_reason_for_shutting_down_and_sends_the_nearest() -> None:
     end = DCP.encode(StreamEnd(partition=Partition(1), reason=EndReason.SHUTTING_DOWN))
     assert DCP.decode(end) == StreamEnd(partition=Partition(1), reason=EndReason.DISCONNECTED)
 
@@ -160,7 +160,7 @@ def test_a_dcp_request_without_a_range_stands_at_the_end_of_a_snapshot() -> None
 
 
 @pytest.mark.parametrize(
-    ("dialect", "message", "says"),
+    ("dialect", "message", "sentence"),
     [
         (KV, StreamRequest(partition=Partition(1)), "kv has no packet for StreamRequest"),
         (DCP, StreamStart(partition=Partition(1)), "dcp has no packet for StreamStart"),
@@ -177,8 +177,8 @@ def test_a_dcp_request_without_a_range_stands_at_the_end_of_a_snapshot() -> None
     ],
     ids=lambda it: it.name if isinstance(it, Dialect) else type(it).__name__,
 )
-def test_what_cannot_be_sent_is_our_own_error(dialect: Dialect, message: Message, says: str) -> None:
-    with pytest.raises(LocalProtocolError, match=says):
+def test_what_cannot_be_sent_is_our_own_error(dialect: Dialect, message: Message, sentence: str) -> None:
+    with pytest.raises(LocalProtocolError, match=sentence):
         dialect.encode(message)
 
 
@@ -192,7 +192,7 @@ def test_a_key_value_answer_on_a_upr0_connection_is_recognised_where_possible() 
     assert isinstance(UPR0.decode(UPR0.encode(replaced), by=Side.SERVER), StreamStart)
 
 
-def test_a_child_differs_only_where_it_says_so() -> None:
+def test_a_child_differs_only_where_it_declares_it() -> None:
     child = UPR.but("child", {StreamStart: ()})
     assert {row.name for row in UPR.all_rows()} - {row.name for row in child.all_rows()} == {"stream_start"}
     assert UPR.layout(MutationMessage).size == 28

@@ -25,7 +25,7 @@ NUMBERS = st.integers(0, 2**32 - 1)
     bare=st.booleans(),
     data_type=st.integers(0, 7),
 )
-def test_a_mutation_is_encoded_as_the_table_says(
+def test_a_mutation_is_encoded_as_the_table_declares(
     key: bytes,
     value: bytes,
     flags: int,
@@ -57,7 +57,7 @@ def test_a_mutation_is_encoded_as_the_table_says(
 
 @pytest.mark.parametrize("ack", [False, True])
 @pytest.mark.parametrize("value", [False, True])
-def test_a_deletion_is_encoded_as_the_table_says(ack: bool, value: bool) -> None:
+def test_a_deletion_is_encoded_as_the_table_declares(ack: bool, value: bool) -> None:
     record = deletion(3, b"key", seqno=9, revision=3, cas=7)
     message = DeletionMessage(partition=Partition(3), key=b"key", cas=Cas(7), opaque=5, request_ack=ack)
     assert tap_change(record, 5, ack=ack, value=value) == TAP.encode(message)

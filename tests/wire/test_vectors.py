@@ -204,7 +204,7 @@ def test_tap_flags_are_read_from_eight_bytes_as_well() -> None:
     assert TAP.decode(bytes(long)) == TAP.decode(short)
 
 
-def test_a_dcp_marker_of_each_version_keeps_what_it_says() -> None:
+def test_a_dcp_marker_of_each_version_keeps_its_fields() -> None:
     for version, expected in (
         ("v1", (1, 9, 1, None, None, None, None)),
         ("v2_0", (1, 9, 2, 8, 7, None, None)),
@@ -230,7 +230,7 @@ def test_extended_metadata_is_not_part_of_the_value() -> None:
     assert (message.value, message.extended) == (b"world", b"abc")
 
 
-def test_a_reason_that_dcp_does_not_know_is_not_taken_for_one_of_ours() -> None:
+def test_a_reason_that_dcp_does_not_define_is_not_read_as_one_of_ours() -> None:
     packet = named("dcp", "stream_end_state_changed")[:-1] + b"\x09"
     message = DCP.decode(packet)
     assert isinstance(message, StreamEnd)

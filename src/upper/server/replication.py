@@ -207,9 +207,9 @@ class Replication:
         if copy is None:
             raise NotMyPartition(f"partition {partition} is not active here", partition=partition)
         if epoch != copy.entry.epoch:
-            said = "no epoch" if epoch is None else f"epoch {epoch}"
+            theirs = "no epoch" if epoch is None else f"epoch {epoch}"
             raise TemporaryFailure(
-                f"partition {partition} is in epoch {copy.entry.epoch} here, and {node} has {said}; "
+                f"partition {partition} is in epoch {copy.entry.epoch} here, and {node} has {theirs}; "
                 "read the map again"
             )
         return copy

@@ -1,7 +1,7 @@
 """A copy of one partition in real storage, on a disk that loses what was not synced when its power fails.
 
 Every operation is done in the model (`LightCopy`) and in a `PartitionStore`, and the storage decides: what a
-crash leaves, and how far a rollback goes. What it holds must be what the model says it may hold.
+crash leaves, and how far a rollback goes. It must hold what the model allows.
 """
 
 from __future__ import annotations

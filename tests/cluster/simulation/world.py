@@ -4,7 +4,7 @@ The world delivers calls to nodes late, out of order between connections, or not
 power, are stopped and continued; their clocks drift; answers of the agreement store are lost, and requests
 reach it after their sender has given up.
 
-The promises of the cluster are checked whenever something they speak of changes:
+The promises of the cluster are checked whenever their subject changes:
 
 1. with acknowledge=in-sync, every node of the stored in-sync set holds every acknowledged change on disk;
 2. with acknowledge=local, only consumers that saw a lost change roll back, and all of them do;
@@ -218,7 +218,7 @@ class World:
         elif new.branch_epoch > old.epoch:
             self.seen["failovers"] += 1
             if partition in self.nodes[new.active].damaged:
-                # It still holds a lease, and its new process has not said yet that the disk lost something.
+                # It still holds a lease, and its new process has not yet reported a loss on its disk.
                 self.lossy = True
                 self.seen["damaged copy promoted"] += 1
             elif new.active not in old.in_sync:

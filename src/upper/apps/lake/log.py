@@ -55,11 +55,11 @@ class DeltaLog:
             lines = self._store.read(f"{self._log}/{version:020}.json").splitlines()
         except FileNotFoundError:
             return None
-        said: dict[str, Any] = {}
+        info: dict[str, Any] = {}
         for line in lines:
             if line.startswith(b'{"commitInfo":'):
-                said = json.loads(line)["commitInfo"]
-        return {**said, "version": version}
+                info = json.loads(line)["commitInfo"]
+        return {**info, "version": version}
 
     def _archived(self, newest: int) -> Iterator[dict[str, Any]]:
         """The same from the copies. After a crash two of them may overlap."""

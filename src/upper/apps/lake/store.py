@@ -61,8 +61,8 @@ def reason_of(error: OSError) -> str:
     text = re.sub(r"\x1b\[\d*m", "", error.strerror or str(error))
     if found := re.search(r"AWS Error (\w+) during \w+ operation: (.*?)(?: \(Request ID.*)?$", text):
         return f"{found[1].title().replace('_', '')}: {found[2]}"  # by Arrow: SIGNATURE_DOES_NOT_MATCH
-    said = re.search(r"<Code>(.*?)</Code>(?:<Message>(.*?)</Message>)?", text)
-    return ": ".join(filter(None, said.groups())) if said else text.split("↳")[-1].strip()
+    matched = re.search(r"<Code>(.*?)</Code>(?:<Message>(.*?)</Message>)?", text)
+    return ": ".join(filter(None, matched.groups())) if matched else text.split("↳")[-1].strip()
 
 
 class LakeStore(ABC):

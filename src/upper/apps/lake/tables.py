@@ -226,7 +226,7 @@ class LakeTable:
 
         now, version = int(time.time() * 1000), self.version + 1
         position = self._position_json(lake_position, version, now)
-        said: dict[str, Any] = {**(note or {}), POSITION: position, WRITER: self._writer}
+        content: dict[str, Any] = {**(note or {}), POSITION: position, WRITER: self._writer}
         actions: list[AddAction | RemoveAction] = [
             AddAction(
                 file.path, file.size, {GROUP: str(file.group)}, now, not rearranged, self._statistics(file)
@@ -244,7 +244,7 @@ class LakeTable:
                 self._delta.schema() if replaced_by is None else Schema.from_arrow(grouped(replaced_by)),
                 partition_by=[GROUP],
                 commit_properties=CommitProperties(
-                    custom_metadata={NOTE: said},
+                    custom_metadata={NOTE: content},
                     max_commit_retries=0,
                     app_transactions=None if step is None else [Transaction(NOTE, step, now)],
                 ),
@@ -262,9 +262,9 @@ class LakeTable:
             ) from error
         with reaching(self.where):
             self._delta.update_incremental()
-        self._note, self._position, self._ours = said, lake_position, version
+        self._note, self._position, self._ours = content, lake_position, version
         self._step = self._step if step is None else step
-        if said[POSITION]["version"] != DIFFERENCE:
+        if content[POSITION]["version"] != DIFFERENCE:
             self._whole, self._whole_at = version, now
 
     def _statistics(self, file: DataFile) -> str:

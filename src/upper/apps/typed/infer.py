@@ -163,14 +163,14 @@ def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
         lines += [f"    key: {json.dumps(table.key, ensure_ascii=False)}", "    columns:"]
         for column in table.columns:
             if column.part:
-                said = f"{{part: {column.part}, type: {column.kind}}}"
+                written = f"{{part: {column.part}, type: {column.kind}}}"
             elif column.path == (column.name,):
-                said = column.kind
+                written = column.kind
             else:
                 path = json.dumps(list(column.path), ensure_ascii=False)
-                said = f"{{path: {path}, type: {column.kind}}}"
+                written = f"{{path: {path}, type: {column.kind}}}"
             member = seen.members.get(column.path)
             if member is not None and (odd := member.misfits(column.kind)):
-                said += f"  # {odd:,} of {member.seen:,} values do not fit and would be in `rejected`"
-            lines.append(f"      {named(column.name)}: {said}")
+                written += f"  # {odd:,} of {member.seen:,} values do not fit and would be in `rejected`"
+            lines.append(f"      {named(column.name)}: {written}")
     return "\n".join(lines) + "\n"

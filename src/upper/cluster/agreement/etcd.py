@@ -255,11 +255,11 @@ def _token_ended(body: Message) -> bool:
 
 def _refuse(status: int, body: Message, user: str = "") -> NoReturn:
     """Raise what an answer other than success means: the outcome is unknown, or this will never succeed."""
-    said = str(body.get("message") or f"HTTP status {status}")
+    message = str(body.get("message") or f"HTTP status {status}")
     if status >= 500 or status == BUSY:
-        raise HTTPException(said)
-    remedy = next((words for problem, words in REMEDIES if problem in said), "")
-    raise ClusterError(f"etcd refused {f'the login of {user!r}' if user else 'a request'}: {said}{remedy}")
+        raise HTTPException(message)
+    remedy = next((words for problem, words in REMEDIES if problem in message), "")
+    raise ClusterError(f"etcd refused {f'the login of {user!r}' if user else 'a request'}: {message}{remedy}")
 
 
 def _text(key: str) -> str:
