@@ -218,7 +218,7 @@ def runs(count: int) -> Iterator[Row]:
     def work(kernel: ModuleType, table: list[Table], chunks: list[bytes]) -> None:
         clock = Clock()
         for data in chunks:
-            at, _ = kernel.run(data, 0, table, clock, [], bytearray())
+            at, _, _ = kernel.run(data, 0, table, clock, [], bytearray())
             assert at == len(data), "the run stopped short"
 
     sets, gets = reads(1), reads(0)

@@ -16,6 +16,16 @@ except ImportError:
 MUTATION, DELETION, EXPIRATION, FLUSH = 0x56, 0x57, 0x58, 0x59
 GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ = bytes.fromhex("000104090a0c0d1114")
 SET_WITH_META = 0xA2
+ADD, REPLACE, ADDQ, REPLACEQ = 0x02, 0x03, 0x12, 0x13
+INCREMENT, DECREMENT, INCREMENTQ, DECREMENTQ = 0x05, 0x06, 0x15, 0x16
+APPEND, PREPEND, APPENDQ, PREPENDQ = 0x0E, 0x0F, 0x19, 0x1A
+TOUCH, GAT, GATQ, GATK, GATKQ = 0x1C, 0x1D, 0x1E, 0x23, 0x24
+GET_LOCKED, UNLOCK_KEY = 0x94, 0x95
+SETS = (SET, SETQ, ADD, ADDQ, REPLACE, REPLACEQ)
+COUNTERS = (INCREMENT, DECREMENT, INCREMENTQ, DECREMENTQ)
+EXTENDS = (APPEND, PREPEND, APPENDQ, PREPENDQ)
+TOUCHES = (TOUCH, GAT, GATQ, GATK, GATKQ)
+NOW = 2_000_000_000  # the second that a Clock of these tests shows
 
 
 def packet(
@@ -95,9 +105,9 @@ def response(opcode: int, *, status: int = 0, **rest: int | bytes) -> bytes:
 class Store(Table):
     """A partition as both kernels see it: the compiled one takes no other Table than its own."""
 
-    def __init__(self, *, high: int = 0, durable: int = 0) -> None:
+    def __init__(self, *, high: int = 0, durable: int = 0, branch: int = 0) -> None:
         super().__init__()
-        self.high, self.durable = high, durable
+        self.high, self.durable, self.branch = high, durable, branch
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -113,7 +123,7 @@ class Store(Table):
         return f"Store{self.facts}"
 
     def __deepcopy__(self, _: object) -> Store:
-        made = Store(high=self.high, durable=self.durable)
+        made = Store(high=self.high, durable=self.durable, branch=self.branch)
         for key, entry in self.items.items():
             if isinstance(entry, int):
                 put_location(made, key, entry)
@@ -140,6 +150,12 @@ def put_location(store: Table, key: bytes, place: int) -> None:
 class Clock:
     last: int = 1_000
 
+    def seconds(self) -> int:
+        return NOW
+
+    def lock_seconds(self) -> int:
+        return NOW + 5
+
 
 def numbers(*values: int) -> array[int]:
     return array("Q", values)
@@ -148,9 +164,11 @@ def numbers(*values: int) -> array[int]:
 # ── For properties ────────────────────────────────────────────────────────────────────────────────
 
 u16, u32, u64 = (st.integers(0, (1 << bits) - 1) for bits in (16, 32, 64))
-small_keys = st.binary(min_size=1, max_size=2)
+small_keys = st.sampled_from([b"a", b"b"]) | st.binary(min_size=1, max_size=2)
 keys = small_keys | st.binary(max_size=40)
-values = st.binary(max_size=60)
+values = st.binary(max_size=60) | st.integers(0, 2**64).map(b"%d".__mod__)
+times = st.integers(NOW - 1, NOW + 8)
+expirations = st.just(0) | st.integers(1, 30 * 86400 + 1) | times | u32
 
 
 @st.composite
@@ -163,8 +181,8 @@ def changes(draw: st.DrawFn, partitions: int = 4) -> bytes:
         seqno=draw(st.integers(0, 50) | u64),
         revision=draw(u64),
         flags=draw(u32),
-        expiration=draw(st.just(0) | u32),
-        lock_time=draw(st.just(0) | u32),
+        expiration=draw(st.just(0) | times | u32),
+        lock_time=draw(st.just(0) | times | u32),
         partition=draw(st.integers(0, partitions - 1)),
         opaque=draw(st.integers(0, 6) | u32),
         cas=draw(u64),
@@ -239,23 +257,23 @@ def replica_streams(draw: st.DrawFn) -> bytes:
 def requests(draw: st.DrawFn, partitions: int = 4) -> bytes:
     """Mostly what a run handles, with now and then something that it must leave alone."""
     odd = draw(st.integers(0, 9)) == 0
-    opcode = draw(
-        st.sampled_from(
-            [GET, SET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ, SET_WITH_META] + [0x02] * odd
-        )
-    )
+    opcodes = [GET, SET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ, SET_WITH_META]
+    opcodes += [*SETS, *COUNTERS, *EXTENDS, *TOUCHES, GET_LOCKED, UNLOCK_KEY] + [0x07, 0x1B, 0x93] * odd
+    opcode = draw(st.sampled_from(opcodes))
+    # The CAS values of a run are those behind 1,000.
+    cas = draw(st.just(0) | st.integers(1000, 1012)) if opcode not in (NOOP, GET, *TOUCHES) else 0
     head = {
         "partition": draw(st.integers(0, partitions + odd)),
         "opaque": draw(u32),
-        "cas": draw(st.integers(0, odd)),
-        "data_type": draw(st.integers(0, odd)),
+        "cas": draw(u64) if odd else cas,
+        "data_type": draw(st.integers(0, 1 + odd)) if opcode in SETS else draw(st.integers(0, odd)),
     }
-    if opcode in (SET, SETQ):
+    if opcode in SETS:
         return set_(
             draw(small_keys),
             draw(values),
             flags=draw(u32),
-            expiration=draw(st.integers(0, odd)),
+            expiration=draw(expirations),
             opcode=opcode,
             **head,
         )
@@ -264,14 +282,24 @@ def requests(draw: st.DrawFn, partitions: int = 4) -> bytes:
             draw(small_keys),
             draw(values),
             flags=draw(u32),
-            expiration=draw(st.integers(0, odd)),
+            expiration=draw(expirations),
             revision=draw(st.integers(1 - odd, 4) | st.sampled_from([2**62 - 1, 2**62])),
             new_cas=draw(st.integers(1 - odd, 1000) | st.sampled_from([2**62 - 1, 2**62, 2**64 - 1])),
             options=draw(st.integers(0, 1 + odd)),
-            **head,
+            **head | {"cas": odd},
         )
+    extras, value = b"", b""
+    if opcode in COUNTERS:
+        expiration = draw(st.just(0xFFFF_FFFF) | expirations)
+        extras = pack(">QQI", draw(st.integers(0, 9) | u64), draw(st.integers(0, 9) | u64), expiration)
+    elif opcode in EXTENDS:
+        value = draw(st.just(b"1") | values)
+    elif opcode in TOUCHES or (opcode == GET_LOCKED and draw(st.booleans())):
+        extras = pack(">I", draw(expirations))
+    if odd:
+        extras, value = draw(st.just(extras) | st.binary(max_size=5)), draw(values)
     key = b"" if opcode == NOOP else draw(small_keys)
-    return packet(opcode, key=key, value=draw(values) if odd else b"", **head)  # type: ignore[arg-type]
+    return packet(opcode, key=key, extras=extras, value=value, **head)
 
 
 @st.composite

@@ -17,7 +17,7 @@ def work(kernel: ModuleType) -> None:
     broken = bytes(data) + packet(0x54)[:-1]
     wrong = bytes(data) + b"\x00" * 30
     traffic = b"".join(set_(b"k%d" % (n % 9), b"v") + packet(GET, key=b"k1") for n in range(50))
-    traffic += packet(DELETE, key=b"k1") + packet(NOOP) + packet(0x02, key=b"a")
+    traffic += packet(DELETE, key=b"k1") + packet(NOOP) + packet(0x07, key=b"a")
     items = kernel.RecordMap()
     for record in records + [change(b"large", bytes(n), seqno=n) for n in range(990, 1060)]:
         items.put(record)

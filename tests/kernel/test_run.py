@@ -10,17 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.kernel.packets import (
+    ADD,
+    APPEND,
+    APPENDQ,
+    DECREMENT,
     DELETE,
     DELETEQ,
     EXPIRATION,
+    GAT,
     GET,
+    GET_LOCKED,
     GETK,
     GETKQ,
     GETQ,
+    INCREMENT,
     MUTATION,
     NOOP,
+    NOW,
+    PREPEND,
+    REPLACE,
     SET_WITH_META,
     SETQ,
+    TOUCH,
+    UNLOCK_KEY,
     Clock,
     Store,
     change,
@@ -42,8 +54,12 @@ class Ran:
     def __init__(self, kernel: ModuleType, data: bytes, *stores: Store | None, **options: Any) -> None:
         self.stores = list(stores) or [Store()]
         self.clock, self.pending, self.out = Clock(), list[bytes](), bytearray()
-        self.at, self.waits = kernel.run(data, 0, self.stores, self.clock, self.pending, self.out, **options)
+        self.expiring = list[bytes]()
+        self.at, self.waits, made = kernel.run(
+            data, 0, self.stores, self.clock, self.pending, self.out, expiring=self.expiring, **options
+        )
         self.whole = self.at == len(data)
+        assert made == sum(map(len, self.pending))
 
 
 def test_what_was_answered_is_counted_by_kind(kernel: ModuleType) -> None:
@@ -51,10 +67,13 @@ def test_what_was_answered_is_counted_by_kind(kernel: ModuleType) -> None:
     gets = [packet(opcode, key=key) for opcode in (GET, GETQ, GETK, GETKQ) for key in (b"a", b"b")]
     deletes = [packet(DELETE, key=b"a"), packet(DELETEQ, key=b"a")]
     sets = [set_(b"c", b"1"), set_(b"c", b"1", opcode=SETQ), set_(b"d", b"1")]
-    left = set_(b"e", b"1", expiration=5)  # not answered here, so not counted here
-    data = b"".join([*gets, packet(NOOP), *deletes, *sets])
+    sets += [set_(b"c", b"1", opcode=REPLACE), packet(APPENDQ, key=b"c", value=b"2")]
+    others = [packet(INCREMENT, key=b"c", extras=bytes(20)), packet(GAT, key=b"c", extras=bytes(4))]
+    left = set_(b"e", b"1", opcode=REPLACE)  # not answered here, so not counted here
+    data = b"".join([*gets, packet(NOOP), *deletes, *sets, *others])
     assert Ran(kernel, data + left, store, counts=counts).at == len(data)
-    assert (counts.gets, counts.misses, counts.sets, counts.deletes, counts.noops) == (8, 4, 3, 2, 1)
+    assert (counts.gets, counts.misses, counts.sets, counts.deletes, counts.noops) == (8, 4, 5, 2, 1)
+    assert counts.others == 2
     Ran(kernel, gets[0], store, counts=counts)
     assert (counts.gets, counts.misses) == (9, 5)
 
@@ -116,7 +135,6 @@ def test_a_copy_keeps_its_revision_and_cas(kernel: ModuleType, options: int) -> 
         copy(b"a", b"2", revision=9, new_cas=1001),  # past the clock
         copy(b"a", b"2", revision=9, new_cas=0),
         copy(b"a", b"2", revision=0, new_cas=600),
-        copy(b"a", b"2", revision=9, new_cas=600, expiration=5),
         copy(b"a", b"2", revision=9, new_cas=600, options=2),
         copy(b"a", b"2", revision=9, new_cas=600, data_type=1),
     ],
@@ -208,10 +226,11 @@ def test_a_read_waits_exactly_for_what_is_not_durable(kernel: ModuleType) -> Non
 @pytest.mark.parametrize(
     "request_",
     [
-        packet(0x02, extras=bytes(8), key=b"a", value=b"1"),  # ADD
-        set_(b"a", b"1", expiration=1),
+        set_(b"locked", b"1", opcode=ADD),
+        set_(b"a", b"1", opcode=REPLACE),
         set_(b"a", b"1", cas=1),
-        set_(b"a", b"1", data_type=1),
+        set_(b"typed", b"1", cas=2),
+        set_(b"a", b"1", data_type=2),
         set_(b"a", b"1", partition=1),  # not served
         set_(b"a", b"1", partition=2),  # no such partition
         set_(b"", b"1"),
@@ -222,15 +241,38 @@ def test_a_read_waits_exactly_for_what_is_not_durable(kernel: ModuleType) -> Non
         packet(GET),
         packet(GET, key=b"a", extras=b"1234"),
         packet(GET, key=b"a", value=b"1"),
-        packet(GET, key=b"typed"),
-        packet(GET, key=b"locked"),
-        packet(GET, key=b"expires"),
+        packet(GET, key=b"a", cas=1),
+        packet(GET, key=b"a", data_type=1),
+        packet(GET, key=b"expired"),
         packet(GET, key=b"evicted"),
         set_(b"locked", b"1"),
-        set_(b"expires", b"1"),
+        set_(b"locked", b"1", cas=2),
+        set_(b"expired", b"1"),
         set_(b"evicted", b"1"),
         packet(DELETE, key=b"locked"),
+        packet(DELETE, key=b"typed", cas=2),
         packet(DELETE, key=b"evicted"),
+        packet(TOUCH, key=b"a", extras=bytes(4)),
+        packet(TOUCH, key=b"locked", extras=bytes(4)),
+        packet(TOUCH, key=b"typed"),
+        packet(TOUCH, key=b"typed", extras=bytes(4), value=b"1"),
+        packet(GAT, key=b"typed", extras=bytes(3)),
+        packet(GET_LOCKED, key=b"a"),
+        packet(GET_LOCKED, key=b"locked"),
+        packet(GET_LOCKED, key=b"typed", extras=bytes(3)),
+        packet(UNLOCK_KEY, key=b"a"),
+        packet(UNLOCK_KEY, key=b"typed", cas=1),
+        packet(UNLOCK_KEY, key=b"locked", cas=2),
+        packet(UNLOCK_KEY, key=b"locked", cas=1, extras=b"1"),
+        packet(APPEND, key=b"a", value=b"1"),
+        packet(APPEND, key=b"locked", value=b"1"),
+        packet(PREPEND, key=b"typed", value=b"1234"),  # over the limit
+        packet(APPEND, key=b"typed", value=b"1", extras=b"1"),
+        packet(INCREMENT, key=b"typed", extras=bytes(20)),
+        packet(INCREMENT, key=b"locked", extras=bytes(20)),
+        packet(INCREMENT, key=b"a", extras=bytes(16) + b"\xff" * 4),
+        packet(DECREMENT, key=b"a", extras=bytes(19)),
+        packet(DECREMENT, key=b"a", extras=bytes(20), value=b"1"),
         packet(DELETE, key=b"a", extras=b"1234"),
         packet(NOOP, value=b"1"),
         packet(GET, key=b"a", magic=0x81),
@@ -244,8 +286,8 @@ def test_a_read_waits_exactly_for_what_is_not_durable(kernel: ModuleType) -> Non
 def test_what_needs_thought_stops_the_run_untouched(kernel: ModuleType, request_: bytes) -> None:
     store = Store().holding(
         change(b"typed", b"{}", data_type=1),
-        change(b"locked", b"1", lock_time=9),
-        change(b"expires", b"1", expiration=9),
+        change(b"locked", b"1", lock_time=NOW + 6),
+        change(b"expired", b"1", expiration=NOW),
     )
     put_location(store, b"evicted", 5 << 80)
     before = dict(store.items)
@@ -314,3 +356,5 @@ def test_a_run_keeps_every_promise_of_a_partition(
     assert stamps == list(range(1001, 1001 + len(stamps)))
     assert ran.clock.last == 1000 + len(stamps)
     assert ran.waits or not ran.pending
+    expiring = [record for record in ran.pending if record[1] == MUTATION and record[44:48] != bytes(4)]
+    assert ran.expiring == expiring

@@ -35,6 +35,12 @@ streams = damaged(changes() | other_packets())
 dcp_streams = damaged(dcp_changes() | dcp_changes() | other_packets())
 traffic = damaged(requests() | requests() | requests() | changes())
 spots = st.integers(-1, 40)
+mostly = st.sampled_from([True, True, True, False])
+OPTIONS: dict[str, st.SearchStrategy[Any]] = {
+    **dict.fromkeys(("delete_cas", "tokens", "json"), st.booleans()),
+    **dict.fromkeys(("reads", "writes"), mostly),
+    "longest_lock": st.integers(0, 30),
+}
 
 
 def outcome(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
@@ -91,16 +97,18 @@ def test_they_apply_alike(data: bytes, start: int, held: list[bytes]) -> None:
         alike("apply", data, at, tables, bytearray(b"\1\1\1\1\1"), [], bytearray())
 
 
-@given(traffic, spots, st.lists(changes(), max_size=6), u64, st.booleans())
-def test_they_run_alike(data: bytes, start: int, held: list[bytes], last: int, delete_cas: bool) -> None:
+@given(traffic, spots, st.lists(changes(), max_size=6), u64, st.fixed_dictionaries(OPTIONS))
+def test_they_run_alike(
+    data: bytes, start: int, held: list[bytes], last: int, options: dict[str, Any]
+) -> None:
     table: list[Store | None] = [Store().holding(*held), Store(high=(1 << 48) - 3), None, Store()]
     first = table[0]
     assert first is not None
     put_location(first, b"\x00", 7 << 80)
     first.high = min(first.high, (1 << 48) - 1)
     for at, clock in ((0, Clock()), (start, Clock(last))):
-        alike("run", data, at, table, clock, [], bytearray(b"x"), limit=40, room=600, delete_cas=delete_cas)
-        alike("run", data, at, [Store() for _ in range(5)], clock, [], bytearray())
+        alike("run", data, at, table, clock, [], bytearray(b"x"), limit=40, room=600, **options)
+        alike("run", data, at, [Store(branch=9) for _ in range(5)], clock, [], bytearray(), tokens=True)
         alike("run", data, at, [Store() for _ in range(8)], clock, [], bytearray(), routed=True)
 
 

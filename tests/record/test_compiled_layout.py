@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 
 from upper.kernel import packets
+from upper.kernel import plain_commands as commands
+from upper.kernel import plain_run as run
 from upper.model.messages import DeletionMessage, ExpirationMessage, MutationMessage
 from upper.record import layout, location
 from upper.record.change import mutation
@@ -30,8 +32,9 @@ def stated() -> dict[str, int]:
         or name in ("SNAPSHOT_START", "SNAPSHOT_END")
         if isinstance(value, int)
     }
-    requests = ("GET", "GETQ", "GETK", "GETKQ", "SET", "SETQ", "DELETE", "DELETEQ", "NOOP", "SET_WITH_META")
-    numbers |= {name: int(Opcode[name]) for name in requests}
+    requests = set(commands.COUNTERS + commands.EXTENDS + commands.GATS + run.SETS + run.DELETES + run.GETS)
+    requests |= {run.NOOP, run.SET_WITH_META, commands.TOUCH, commands.GET_LOCKED, commands.UNLOCK_KEY}
+    numbers |= {Opcode(number).name: number for number in requests}
     (mutation,) = packets.DCP_EXTRAS[layout.MUTATION]
     with_meta, deleted_at = packets.DCP_EXTRAS[layout.DELETION]
     _, expired_at = packets.DCP_EXTRAS[layout.EXPIRATION]
@@ -53,6 +56,11 @@ def stated() -> dict[str, int]:
         "STORE_EXTRAS": extras.STORE.size,
         "COPY_EXTRAS": extras.WITH_META.size + extras.OPTIONS.size,
         "FLAGS_EXTRAS": extras.FLAGS.size,
+        "COUNT_EXTRAS": extras.COUNT.size,
+        "TOUCH_EXTRAS": extras.EXPIRATION.size,
+        "TOKEN_EXTRAS": extras.TOKEN.size,
+        "MONTH": extras.MONTH,
+        "DEFAULT_LOCK": extras.DEFAULT_LOCK,
     }
 
 

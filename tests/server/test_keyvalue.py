@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,33 @@ def test_a_set_with_another_cas_is_refused_and_with_the_right_one_stored(kv: Pee
     assert kv.get(key).value == b"1"
     assert kv.set(key, b"2", cas=first.cas).status == 0
     assert kv.set(fresh(), b"2", cas=5).status == Status.KEY_NOT_FOUND
+
+
+def test_commands_of_one_item_run_in_the_kernel_with_tokens_and_without(tmp_path: Path) -> None:
+    stored, counted, touched = bytes(8), struct.pack(">QQI", 1, 1, 0), struct.pack(">I", 100)
+    with Node(tmp_path / "data").start() as node, Peer(node, None) as plain, Peer(node, None) as tokens:
+        tokens.ask(Opcode.HELLO, b"test", HELLO_ALL)
+        for peer, key in ((plain, b"plain"), (tokens, b"tokens")):
+            cas = peer.ask(Opcode.ADD, key, b"1", extras=stored).cas
+            cas = peer.ask(Opcode.SET, key, b"1", extras=struct.pack(">II", 0, 100), cas=cas).cas
+            for opcode, value, extras in (
+                (Opcode.REPLACE, b"1", stored),
+                (Opcode.APPEND, b"2", b""),
+                (Opcode.PREPEND, b"3", b""),
+                (Opcode.INCREMENT, b"", counted),
+                (Opcode.DECREMENT, b"", counted),
+                (Opcode.TOUCH, b"", touched),
+                (Opcode.GAT, b"", touched),
+                (Opcode.GATK, b"", touched),
+                (Opcode.GET, b"", b""),
+            ):
+                assert peer.ask(opcode, key, value, extras=extras).status == 0
+            locked = peer.ask(Opcode.GET_LOCKED, key)
+            assert (locked.value, peer.get(key).value) == (b"312", b"312")
+            assert peer.ask(Opcode.UNLOCK_KEY, key, cas=locked.cas).status == 0
+            deleted = peer.delete(key)
+            assert (deleted.status, len(deleted.extras)) == (0, 16 if peer is tokens else 0)
+        assert {name.partition(":")[0] for name in plain.stats("timings")} <= {"run", "hello", "stat"}
 
 
 def test_add_needs_nothing_and_replace_needs_something(kv: Peer) -> None:

@@ -10,6 +10,7 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyOb
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.dict cimport PyDict_DelItem, PyDict_GetItemWithError, PyDict_SetItem
+from cpython.exc cimport PyErr_Clear
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
@@ -21,6 +22,7 @@ import os
 
 from upper.kernel import arrow, packets
 from upper.record import layout
+from upper.wire import extras
 
 NAME = "compiled"
 
@@ -103,9 +105,33 @@ cdef enum:
     SETQ = 0x11
     DELETEQ = 0x14
     SET_WITH_META = 0xA2
+    ADD = 0x02
+    REPLACE = 0x03
+    INCREMENT = 0x05
+    DECREMENT = 0x06
+    APPEND = 0x0E
+    PREPEND = 0x0F
+    ADDQ = 0x12
+    REPLACEQ = 0x13
+    INCREMENTQ = 0x15
+    DECREMENTQ = 0x16
+    APPENDQ = 0x19
+    PREPENDQ = 0x1A
+    TOUCH = 0x1C
+    GAT = 0x1D
+    GATQ = 0x1E
+    GATK = 0x23
+    GATKQ = 0x24
+    GET_LOCKED = 0x94
+    UNLOCK_KEY = 0x95
     STORE_EXTRAS = 8  # of a SET: flags, expiration
+    COUNT_EXTRAS = 20  # of a counter: delta, initial value, expiration
+    TOUCH_EXTRAS = 4  # expiration or seconds of a lock
+    TOKEN_EXTRAS = 16  # of the response to a write: branch, seqno
     COPY_EXTRAS = 28  # of a SET_WITH_META: flags, expiration, revision, CAS, options
     FLAGS_EXTRAS = 4  # of the response to a GET
+    MONTH = 2592000  # seconds: an expiration up to here counts from now
+    DEFAULT_LOCK = 15  # seconds
     AHEAD = 24  # how many records further on the next one is prefetched
 
 LAYOUT = {
@@ -159,9 +185,33 @@ LAYOUT = {
     "SETQ": SETQ,
     "DELETEQ": DELETEQ,
     "SET_WITH_META": SET_WITH_META,
+    "ADD": ADD,
+    "REPLACE": REPLACE,
+    "INCREMENT": INCREMENT,
+    "DECREMENT": DECREMENT,
+    "APPEND": APPEND,
+    "PREPEND": PREPEND,
+    "ADDQ": ADDQ,
+    "REPLACEQ": REPLACEQ,
+    "INCREMENTQ": INCREMENTQ,
+    "DECREMENTQ": DECREMENTQ,
+    "APPENDQ": APPENDQ,
+    "PREPENDQ": PREPENDQ,
+    "TOUCH": TOUCH,
+    "GAT": GAT,
+    "GATQ": GATQ,
+    "GATK": GATK,
+    "GATKQ": GATKQ,
+    "GET_LOCKED": GET_LOCKED,
+    "UNLOCK_KEY": UNLOCK_KEY,
+    "COUNT_EXTRAS": COUNT_EXTRAS,
+    "TOUCH_EXTRAS": TOUCH_EXTRAS,
+    "TOKEN_EXTRAS": TOKEN_EXTRAS,
     "STORE_EXTRAS": STORE_EXTRAS,
     "COPY_EXTRAS": COPY_EXTRAS,
     "FLAGS_EXTRAS": FLAGS_EXTRAS,
+    "MONTH": MONTH,
+    "DEFAULT_LOCK": DEFAULT_LOCK,
 }
 
 cdef uint64_t MAX_SEQNO = layout.MAX_SEQNO
@@ -169,6 +219,7 @@ cdef uint64_t MAX_CAS = layout.MAX_CAS
 cdef Py_ssize_t MAX_BODY = layout.MAX_BODY
 cdef Py_ssize_t MAX_RANGE = packets.MAX_RANGE
 cdef bytes NOT_FOUND = packets.NOT_FOUND
+cdef uint32_t NEVER_CREATE = extras.NEVER_CREATE
 
 
 cdef inline const uint8_t *chars(object record) noexcept:
@@ -536,6 +587,7 @@ def latest(list records not None):
 
 include "_map.pxi"
 include "_run.pxi"
+include "_commands.pxi"
 include "_apply.pxi"
 include "_tracking.pxi"
 include "_columns.pxi"

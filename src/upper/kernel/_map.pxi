@@ -31,6 +31,7 @@ cdef extern from "_map.h":
     void map_fetch_cell(const upper_map *m, uint32_t tag)
     int map_put(upper_map *m, const uint8_t *record, size_t length, PyObject *object) except -1
     int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot) except -1
+    int map_try_put_at "map_put_at"(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot)
     int map_move_out(upper_map *m, uint64_t slot, uint64_t place, uint32_t length) except -1
     void map_forget(upper_map *m, uint64_t *slot)
     int view_open(upper_view *v, upper_map *m, uint64_t seqno)

@@ -14,7 +14,7 @@ cdef inline void respond(
 cdef class Table:
     """`plain_run.Table`, its numbers where a loop reaches them without asking for an attribute."""
     cdef public RecordMap items
-    cdef public uint64_t high, durable, written, last_batch
+    cdef public uint64_t high, durable, written, last_batch, branch
     cdef public object first_batch
 
     def __cinit__(self):
@@ -108,28 +108,99 @@ cdef Py_ssize_t look_ahead(
     return at
 
 
-cdef int put(Table part, const uint8_t *old, object record, list pending, uint32_t tag, uint64_t *slot) except -1:
-    """The record, made but for its seqno and revision, takes the last place in its partition."""
+cdef struct Turn:
+    uint64_t cas  # the last that was given out
+    int64_t now, locks  # the clocks of expirations and of locks, in seconds; -1: not read yet
+    Py_ssize_t made  # bytes of new records
+    Py_ssize_t limit
+    uint32_t longest_lock
+    bint tokens, json
+
+
+cdef struct Request:
+    const uint8_t *p
+    const uint8_t *key
+    const uint8_t *record  # of the item, in memory; NULL: there is none. Invalid once another record was put.
+    uint64_t *found
+    Py_ssize_t klen, extras, total, length, partition  # `length` is that of the record
+    int opcode
+    uint32_t tag
+    uint64_t cas
+    bint live, locked
+
+
+cdef int enlist(Turn *turn, Request *asked, Table part, object record, list pending, list expiring) except -1:
+    """A record, made but for its seqno, takes the last place in its partition."""
     cdef uint8_t *to = fresh(record)
     put64(to + AT_SEQNO, part.high + 1)
-    put64(to + AT_REVISION, get64(old + AT_REVISION) + 1 if old != NULL else 1)
-    return enlist(part, record, pending, tag, slot)
-
-
-cdef int enlist(Table part, object record, list pending, uint32_t tag, uint64_t *slot) except -1:
     PyList_Append(pending, record)
-    try:
-        map_put_at(&part.items.map, chars(record), PyBytes_GET_SIZE(record), <PyObject *> record, tag, slot)
-    except MemoryError:
+    if map_try_put_at(&part.items.map, to, PyBytes_GET_SIZE(record), <PyObject *> record, asked.tag, asked.found):
+        PyErr_Clear()
         pending.pop()
-        raise
+        raise MemoryError
     part.high += 1
+    turn.made += PyBytes_GET_SIZE(record)
+    if to[AT_OPCODE] == MUTATION and get32(to + AT_EXPIRATION):
+        PyList_Append(expiring, record)
     return 0
+
+
+cdef int put(Turn *turn, Request *asked, Table part, object record, list pending, list expiring) except -1:
+    """The same with the next revision of its key. The record has the CAS that follows the last one."""
+    put64(fresh(record) + AT_REVISION, get64(asked.record + AT_REVISION) + 1 if asked.record != NULL else 1)
+    enlist(turn, asked, part, record, pending, expiring)
+    turn.cas += 1
+    return 0
+
+
+cdef inline Py_ssize_t stored(uint8_t *to, Turn *turn, Request *asked, Table part, uint64_t cas, Py_ssize_t value) noexcept:
+    """The response to a write, but for its value; with the token where the peer asked for it."""
+    cdef int extras = TOKEN_EXTRAS if turn.tokens else 0
+    respond(to, asked.opcode, 0, extras, 0, extras + value, asked.p + AT_OPAQUE, cas)
+    if extras:
+        put64(to + HEADER_SIZE, part.branch)
+        put64(to + HEADER_SIZE + 8, part.high)
+    return HEADER_SIZE + extras
+
+
+cdef inline bint admits(uint64_t cas, const uint8_t *record, bint live, bint locked) noexcept:
+    """Whether the CAS of a write fits: without one, to what is not locked."""
+    if cas == 0:
+        return not locked
+    return live and cas == get64(record + AT_CAS)
+
+
+cdef int64_t seconds(Turn *turn, object clock) except? -1:
+    if turn.now < 0:
+        turn.now = clock.seconds()
+    return turn.now
+
+
+cdef int64_t lock_seconds(Turn *turn, object clock) except? -1:
+    if turn.locks < 0:
+        turn.locks = clock.lock_seconds()
+    return turn.locks
+
+
+cdef int64_t deadline(Turn *turn, uint32_t expiration, object clock) except? -1:
+    """An expiration as clients send it, in seconds since the epoch; more than 32 bits: there is no such time."""
+    if expiration == 0 or expiration > MONTH:
+        return expiration
+    return seconds(turn, clock) + expiration
+
+
+cdef int limited(Turn *turn, const uint8_t *record, object clock, bint *locked) except -1:
+    """Of an item with an expiration or a lock: whether it lives, and whether it is locked."""
+    cdef uint32_t expiration = get32(record + AT_EXPIRATION), lock = get32(record + AT_LOCK_TIME)
+    if expiration and expiration <= seconds(turn, clock):
+        return False
+    locked[0] = lock != 0 and lock > lock_seconds(turn, clock)
+    return True
 
 
 cdef class Counts:
     """`plain_run.Counts`."""
-    cdef public uint64_t gets, misses, sets, deletes, noops
+    cdef public uint64_t gets, misses, sets, deletes, noops, others
 
 
 cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas):
@@ -145,39 +216,93 @@ cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssiz
     return record
 
 
+cdef inline object mutation(Turn *turn, Request *asked, Py_ssize_t value, int data_type, uint32_t expiration, uint32_t lock):
+    """A mutation of the key that was asked for, without flags, key and value."""
+    record = blank(MUTATION, MUTATION_EXTRAS, asked.klen, asked.partition, MUTATION_EXTRAS + asked.klen + value, turn.cas + 1)
+    cdef uint8_t *to = fresh(record)
+    to[AT_DATA_TYPE] = data_type
+    put32(to + AT_EXPIRATION, expiration)
+    put32(to + AT_LOCK_TIME, lock)
+    return record
+
+
+cdef Py_ssize_t missed(
+    uint8_t *to, const uint8_t *p, int opcode, const uint8_t *key, Py_ssize_t klen, bint quiet, bint shown
+) noexcept:
+    """The response to a read of what is not there: with the key where a hit would have it, and with words where not."""
+    if quiet:
+        return 0
+    if shown:
+        respond(to, opcode, klen, 0, 1, klen, p + AT_OPAQUE, 0)
+        memcpy(to + HEADER_SIZE, key, klen)
+        return HEADER_SIZE + klen
+    respond(to, opcode, 0, 0, 1, 9, p + AT_OPAQUE, 0)
+    memcpy(to + HEADER_SIZE, chars(NOT_FOUND), 9)
+    return HEADER_SIZE + 9
+
+
+cdef inline Py_ssize_t hit(
+    uint8_t *to, const uint8_t *p, int opcode, const uint8_t *key, Py_ssize_t klen, bint shown,
+    const uint8_t *record, Py_ssize_t length, int data_type, uint64_t cas
+) noexcept:
+    """The response to a read: flags, the key where it is to be shown, and the value of this record."""
+    cdef Py_ssize_t keys = klen if shown else 0
+    length -= MUTATION_HEAD + klen
+    respond(to, opcode, keys, FLAGS_EXTRAS, 0, FLAGS_EXTRAS + keys + length, p + AT_OPAQUE, cas)
+    to[AT_DATA_TYPE] = data_type
+    to += HEADER_SIZE
+    memcpy(to, record + AT_FLAGS, FLAGS_EXTRAS)
+    if shown:
+        memcpy(to + FLAGS_EXTRAS, key, klen)
+    memcpy(to + FLAGS_EXTRAS + keys, record + MUTATION_HEAD + klen, length)
+    return HEADER_SIZE + FLAGS_EXTRAS + keys + length
+
+
 def run(
     data, Py_ssize_t start, list table not None, clock, list pending not None, bytearray out not None, *,
     Py_ssize_t limit=layout.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
-    bint routed=False, Counts counts=None,
+    bint routed=False, bint tokens=False, bint json=False, bint reads=True, bint writes=True,
+    uint32_t longest_lock=DEFAULT_LOCK, list expiring=None, Counts counts=None,
 ):
     cdef Py_buffer view
     cdef const uint8_t *p
+    cdef const uint8_t *key
     cdef const uint8_t *record = NULL
+    cdef uint64_t *found = NULL
     cdef Py_ssize_t homes[TOGETHER]
     cdef uint32_t tags[TOGETHER]
     cdef Py_ssize_t place = 0
     cdef uint8_t *to
     cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size, seen = start
-    cdef int opcode, klen, extras, partition = 0, current = -1, shown
-    cdef uint64_t cas = clock.last, before = cas, revision, theirs
+    cdef Py_ssize_t klen, extras, partition = 0, current = -1, answered
+    cdef int opcode, kind
+    cdef uint64_t before, cas, revision, theirs
     cdef uint32_t options, tag = 0
-    cdef bint waits = False, live, unseen
-    cdef uint64_t *found = NULL
+    cdef int64_t expiration
+    cdef bint waits = False, live, locked, unseen
+    cdef Request asked
+    cdef Turn turn
     cdef object made
     cdef Table part = None
     cdef Counts counted = Counts() if counts is None else counts
+    if expiring is None:
+        expiring = []
+    turn.cas = before = clock.last
+    turn.now = turn.locks = -1
+    turn.made, turn.limit, turn.longest_lock, turn.tokens, turn.json = 0, limit, longest_lock, tokens, json
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         size = view.len
         within(start, size, size)
-        while size - at >= HEADER_SIZE and used < room:
+        while size - at >= HEADER_SIZE and used < room and turn.made < room:
             if at >= seen:
                 seen = look_ahead(<const uint8_t *> view.buf, at, size, table, routed, homes, tags, TOGETHER)
                 place = 0
             p = <const uint8_t *> view.buf + at
             opcode, klen, extras, total = p[AT_OPCODE], get16(p + AT_KEY_LENGTH), p[AT_EXTRAS_LENGTH], get32(p + AT_BODY)
-            if p[0] != REQUEST or p[AT_DATA_TYPE] or get64(p + AT_CAS) or total > size - at - HEADER_SIZE or klen + extras > total:
+            if p[0] != REQUEST or total > size - at - HEADER_SIZE or klen + extras > total:
                 break
+            kind, key = p[AT_DATA_TYPE], p + HEADER_SIZE + extras
             partition = get16(p + AT_PARTITION)
             if routed:
                 if partition:
@@ -185,10 +310,10 @@ def run(
                 if at < seen:
                     partition = homes[place]
                 else:
-                    partition = by_hash(p + HEADER_SIZE + extras, klen, PyList_GET_SIZE(table))
-            record, live, unseen = NULL, False, False
+                    partition = by_hash(key, klen, PyList_GET_SIZE(table))
+            record, live, locked, unseen = NULL, False, False, False
             if opcode == NOOP:
-                if total:
+                if total or kind or get64(p + AT_CAS):
                     break
                 need = HEADER_SIZE
             else:
@@ -200,10 +325,9 @@ def run(
                         break
                     part = <Table?> made
                     current = partition
-                tag = tags[place] if at < seen else map_tag(p + HEADER_SIZE + extras, klen)
-                found = map_find(&part.items.map, p + HEADER_SIZE + extras, klen, tag)
-                length = 0
-                need = HEADER_SIZE + FLAGS_EXTRAS + klen + 9
+                tag = tags[place] if at < seen else map_tag(key, klen)
+                found = map_find(&part.items.map, key, klen, tag)
+                need = HEADER_SIZE + FLAGS_EXTRAS + klen + TOKEN_EXTRAS + 9
                 if found != NULL:
                     record = map_cell(&part.items.map, found[0])
                     if record[AT_OPCODE] == CELL_COLD:
@@ -211,7 +335,7 @@ def run(
                     length, record = cell_record_length(record), cell_record(record)
                     unseen = get64(record + AT_SEQNO) > part.durable
                     live = record[AT_OPCODE] == MUTATION
-                    if live and get64(record + AT_EXPIRATION):
+                    if live and get64(record + AT_EXPIRATION) and not limited(&turn, record, clock, &locked):
                         break
                     need += length
             if used + need > space:
@@ -219,92 +343,102 @@ def run(
                 PyByteArray_Resize(out, used + need + (16 << 10) + used // 2)
                 space = PyByteArray_GET_SIZE(out)
             to = <uint8_t *> PyByteArray_AS_STRING(out) + used
+            if opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
+                if extras or total != klen or kind or get64(p + AT_CAS) or not reads:
+                    break
+                if live:
+                    used += hit(
+                        to, p, opcode, key, klen, opcode == GETK or opcode == GETKQ, record, length,
+                        record[AT_DATA_TYPE] if json else 0, MAX_CAS if locked else get64(record + AT_CAS),
+                    )
+                else:
+                    used += missed(
+                        to, p, opcode, key, klen, opcode == GETQ or opcode == GETKQ, opcode == GETK or opcode == GETKQ
+                    )
+                counted.gets += 1
+                counted.misses += not live
+                if unseen:
+                    waits = True
+                at += HEADER_SIZE + total
+                place += 1
+                continue
+            cas = get64(p + AT_CAS)
+            asked.p, asked.key, asked.record, asked.found, asked.tag = p, key, record, found, tag
+            asked.opcode, asked.klen, asked.partition = opcode, klen, partition
             if opcode == NOOP:
                 respond(to, NOOP, 0, 0, 0, 0, p + AT_OPAQUE, 0)
                 used += HEADER_SIZE
                 counted.noops += 1
-            elif opcode == SET or opcode == SETQ:
-                if extras != STORE_EXTRAS or total - klen < extras or total - klen - extras > limit or get32(p + HEADER_SIZE + 4):
+            elif not writes or part.high >= MAX_SEQNO or turn.cas >= MAX_CAS:
+                break
+            elif SET <= opcode <= REPLACE or SETQ <= opcode <= REPLACEQ:
+                if extras != STORE_EXTRAS or total - klen < STORE_EXTRAS or kind > 1 or not admits(cas, record, live, locked):
                     break
-                if part.high >= MAX_SEQNO or cas >= MAX_CAS:
+                if total - klen - STORE_EXTRAS > limit:
                     break
-                made = blank(MUTATION, MUTATION_EXTRAS, klen, partition, total - STORE_EXTRAS + MUTATION_EXTRAS, cas + 1)
+                if opcode != SET and opcode != SETQ:
+                    if live == (opcode == ADD or opcode == ADDQ):
+                        break
+                expiration = get32(p + HEADER_SIZE + 4)
+                if expiration:
+                    expiration = deadline(&turn, expiration, clock)
+                    if expiration >> 32:
+                        break
+                made = mutation(&turn, &asked, total - STORE_EXTRAS - klen, kind if json else 0, expiration, 0)
                 memcpy(fresh(made) + AT_FLAGS, p + HEADER_SIZE, 4)
-                memset(fresh(made) + AT_EXPIRATION, 0, MUTATION_HEAD - AT_EXPIRATION)
-                memcpy(fresh(made) + MUTATION_HEAD, p + HEADER_SIZE + STORE_EXTRAS, total - STORE_EXTRAS)
-                put(part, record, made, pending, tag, found)
+                memcpy(fresh(made) + MUTATION_HEAD, key, total - STORE_EXTRAS)
+                put(&turn, &asked, part, made, pending, expiring)
                 counted.sets += 1
-                cas += 1
-                waits = True
-                if opcode == SET:
-                    respond(to, SET, 0, 0, 0, 0, p + AT_OPAQUE, cas)
-                    used += HEADER_SIZE
+                if opcode <= REPLACE:
+                    used += stored(to, &turn, &asked, part, turn.cas, 0)
+            elif opcode == DELETE or opcode == DELETEQ:
+                if extras or total != klen or kind:
+                    break
+                if live:
+                    if not admits(cas, record, live, locked):
+                        break
+                    made = blank(DELETION, DELETION_EXTRAS, klen, partition, DELETION_EXTRAS + klen, turn.cas + 1)
+                    memcpy(fresh(made) + DELETION_HEAD, key, klen)
+                    put(&turn, &asked, part, made, pending, expiring)
+                    if opcode == DELETE:
+                        used += stored(to, &turn, &asked, part, turn.cas if delete_cas else 0, 0)
+                else:
+                    used += missed(to, p, opcode, key, klen, False, False)
+                counted.deletes += 1
             elif opcode == SET_WITH_META:
-                if extras != COPY_EXTRAS or total - klen < extras or total - klen - extras > limit or get32(p + HEADER_SIZE + 4):
+                if extras != COPY_EXTRAS or total - klen < COPY_EXTRAS or cas or kind or locked:
+                    break
+                if total - klen - COPY_EXTRAS > limit:
                     break
                 revision, theirs, options = get64(p + HEADER_SIZE + 8), get64(p + HEADER_SIZE + 16), get32(p + HEADER_SIZE + 24)
-                if options > 1 or revision == 0 or revision >> 62 or theirs == 0 or theirs > cas or theirs >> 62:
+                if options > 1 or revision == 0 or revision >> 62 or theirs == 0 or theirs > turn.cas or theirs >> 62:
                     break
                 if record != NULL and options == 0:
-                    if revision < get64(record + AT_REVISION) or (revision == get64(record + AT_REVISION) and theirs <= get64(record + AT_CAS)):
+                    if revision < get64(record + AT_REVISION):
                         break
-                if part.high >= MAX_SEQNO:
-                    break
-                made = blank(MUTATION, MUTATION_EXTRAS, klen, partition, total - COPY_EXTRAS + MUTATION_EXTRAS, theirs)
+                    if revision == get64(record + AT_REVISION) and theirs <= get64(record + AT_CAS):
+                        break
+                made = mutation(&turn, &asked, total - COPY_EXTRAS - klen, 0, get32(p + HEADER_SIZE + 4), 0)
                 memcpy(fresh(made) + AT_FLAGS, p + HEADER_SIZE, 4)
-                memset(fresh(made) + AT_EXPIRATION, 0, MUTATION_HEAD - AT_EXPIRATION)
-                memcpy(fresh(made) + MUTATION_HEAD, p + HEADER_SIZE + COPY_EXTRAS, total - COPY_EXTRAS)
-                put64(fresh(made) + AT_SEQNO, part.high + 1)
+                memcpy(fresh(made) + MUTATION_HEAD, key, total - COPY_EXTRAS)
+                put64(fresh(made) + AT_CAS, theirs)
                 put64(fresh(made) + AT_REVISION, revision)
-                enlist(part, made, pending, tag, found)
+                enlist(&turn, &asked, part, made, pending, expiring)
                 counted.sets += 1
-                waits = True
-                respond(to, SET_WITH_META, 0, 0, 0, 0, p + AT_OPAQUE, theirs)
-                used += HEADER_SIZE
-            elif opcode == DELETE or opcode == DELETEQ:
-                if extras or total != klen:
-                    break
-                if live:
-                    if part.high >= MAX_SEQNO or cas >= MAX_CAS:
-                        break
-                    made = blank(DELETION, DELETION_EXTRAS, klen, partition, DELETION_EXTRAS + klen, cas + 1)
-                    memcpy(fresh(made) + DELETION_HEAD, p + HEADER_SIZE, klen)
-                    put(part, record, made, pending, tag, found)
-                    cas += 1
-                    waits = True
-                    if opcode == DELETE:
-                        respond(to, DELETE, 0, 0, 0, 0, p + AT_OPAQUE, cas if delete_cas else 0)
-                        used += HEADER_SIZE
-                else:
-                    respond(to, opcode, 0, 0, 1, 9, p + AT_OPAQUE, 0)
-                    memcpy(to + HEADER_SIZE, chars(NOT_FOUND), 9)
-                    used += HEADER_SIZE + 9
-                counted.deletes += 1
-            elif opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
-                if extras or total != klen:
-                    break
-                shown = klen if opcode == GETK or opcode == GETKQ else 0
-                if live:
-                    if record[AT_DATA_TYPE]:
-                        break
-                    length -= MUTATION_HEAD + klen
-                    respond(to, opcode, shown, FLAGS_EXTRAS, 0, FLAGS_EXTRAS + shown + length, p + AT_OPAQUE, get64(record + AT_CAS))
-                    memcpy(to + HEADER_SIZE, record + AT_FLAGS, FLAGS_EXTRAS)
-                    memcpy(to + HEADER_SIZE + FLAGS_EXTRAS, p + HEADER_SIZE, shown)
-                    memcpy(to + HEADER_SIZE + FLAGS_EXTRAS + shown, record + MUTATION_HEAD + klen, length)
-                    used += HEADER_SIZE + FLAGS_EXTRAS + shown + length
-                elif opcode == GET:
-                    respond(to, GET, 0, 0, 1, 9, p + AT_OPAQUE, 0)
-                    memcpy(to + HEADER_SIZE, chars(NOT_FOUND), 9)
-                    used += HEADER_SIZE + 9
-                elif opcode == GETK:
-                    respond(to, GETK, klen, 0, 1, klen, p + AT_OPAQUE, 0)
-                    memcpy(to + HEADER_SIZE, p + HEADER_SIZE, klen)
-                    used += HEADER_SIZE + klen
-                counted.gets += 1
-                counted.misses += not live
+                used += stored(to, &turn, &asked, part, theirs, 0)
             else:
-                break
+                if kind:
+                    break
+                asked.extras, asked.total, asked.length = extras, total, length
+                asked.cas, asked.live, asked.locked = cas, live, locked
+                answered = change_in_place(&turn, &asked, part, pending, expiring, to, clock, reads)
+                if answered < 0:
+                    break
+                used += answered
+                if opcode in (APPEND, APPENDQ, PREPEND, PREPENDQ):
+                    counted.sets += 1
+                else:
+                    counted.others += 1
             if unseen:
                 waits = True
             at += HEADER_SIZE + total
@@ -313,9 +447,9 @@ def run(
         PyBuffer_Release(&view)
         if space != used:
             PyByteArray_Resize(out, used)
-        if cas != before:
-            clock.last = cas
-    return at, waits
+        if turn.cas != before:
+            clock.last = turn.cas
+    return at, waits or turn.made > 0, turn.made
 
 
 def touched(list records not None, list tables not None, uint64_t batch):

@@ -1,9 +1,10 @@
 """One connection: requests in, answers out in order, none before its changes are on disk.
 
-The kernel runs plain key-value requests directly on the received bytes; other requests are looked up in the
-command table; stream packets go to `stream_session.py`. Answers are collected per read and written once. An
-answer that depends on a change that is not durable is held until its batch is on disk. Later answers wait
-too, because clients match answers to requests by their order.
+The kernel runs requests that read or change one item directly on the received bytes; other requests, and
+those that it would have to refuse, are looked up in the command table; stream packets go to
+`stream_session.py`. Answers are collected per read and written once. An answer that depends on a change that
+is not durable is held until its batch is on disk. Later answers wait too, because clients match answers to
+requests by their order.
 
 Bounds: the size of a packet, the answers that a peer has not read, and the changes that wait for the disk are
 limited. A large packet is collected without repeated copies. An invalid frame is answered, if an answer can
@@ -158,9 +159,9 @@ class Connection(AnsweringConnection):
                     self._interrupt()
                     break
                 crowded = node.room.crowded
-                if self._fast and not crowded:
+                if not crowded and (self._reads or self._writes):
                     start = at
-                    at, waiting = kernel.run(
+                    at, waiting, changed = kernel.run(
                         data,
                         at,
                         bucket.table,
@@ -170,13 +171,20 @@ class Connection(AnsweringConnection):
                         limit=node.settings.limits.item,
                         delete_cas=self.sent_hello,
                         routed=self.routed,
+                        tokens=self._tokens,
+                        json=self._json,
+                        reads=self._reads,
+                        writes=self._writes,
+                        longest_lock=node.settings.limits.lock,
+                        expiring=bucket.expiring,
                         counts=node.plain,
                     )
+                    if bucket.expiring:
+                        bucket.watch_expirations()
                     if at > start:
                         began, now = now, perf_counter()
                         node.timings.run.add(now - began)
-                        if waiting:
-                            self._changed += at - start
+                        self._changed += changed
                         waits |= waiting or node.barrier > node.committed
                     if at == size:
                         break

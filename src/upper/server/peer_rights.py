@@ -33,7 +33,8 @@ class PeerRights(Transport):
         self.stream_session: StreamSession | None = None
         self.bytes_in = 0
         self._trusted = 0  # bytes received up to the end of the last login
-        self._fast = False  # the kernel may answer plain requests
+        # What the kernel may answer, and in which form.
+        self._reads = self._writes = self._tokens = self._json = False
         self._choose_path()
 
     def login(self, user: User) -> None:
@@ -81,6 +82,6 @@ class PeerRights(Transport):
         return limits.body if self.known else limits.before_login
 
     def _choose_path(self) -> None:
-        """The kernel's run has neither roles nor mutation tokens: where those matter, the table is used."""
-        plain = Role.READ | Role.WRITE in self.roles and Feature.MUTATION_SEQNO not in self.features
-        self._fast = plain
+        self._reads, self._writes = Role.READ in self.roles, Role.WRITE in self.roles
+        self._tokens = Feature.MUTATION_SEQNO in self.features
+        self._json = Feature.JSON in self.features

@@ -196,7 +196,7 @@ GENERAL: tuple[Statistic, ...] = (
         lambda node: (
             node.counters.requests
             + _open_connections(node, "requests")
-            + sum((node.plain.gets, node.plain.sets, node.plain.deletes, node.plain.noops))
+            + sum(getattr(node.plain, kind) for kind in ("gets", "sets", "deletes", "noops", "others"))
         ),
     ),
     Statistic("cmd_get", C, "GETs, quiet and with key included", _gets),

@@ -80,6 +80,7 @@ class BucketStore:
         ]
         self.table: list[PartitionStore | None] = [None] * identity.partitions
         self.pending: list[bytes] = []
+        self.expiring: list[bytes] = []  # records of `kernel.run` that `watch_expirations` has not seen
         self.facts_pending = False  # some of them are metadata that streams do not carry
         self.ticket = 1
         self.done = 0
@@ -411,12 +412,18 @@ class BucketStore:
         if changes:
             self.clock.saw(cas)
             self.facts_pending |= facts
-            for record in expiring:
-                expiration = records.tail_of(record)[1]
-                self.expiry.add(expiration, records.partition_of_record(record), records.key_of(record))
+            self.expiring += expiring
+            self.watch_expirations()
             self.applied += changes
             self.kick()
         return at
+
+    def watch_expirations(self) -> None:
+        """Have the sweeper look at what `expiring` holds."""
+        expiring, self.expiring = self.expiring, []
+        for record in expiring:
+            expiration = records.tail_of(record)[1]
+            self.expiry.add(expiration, records.partition_of_record(record), records.key_of(record))
 
     def served(self, store: PartitionStore) -> None:
         """Keep `table` in step with a partition's state."""

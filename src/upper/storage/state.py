@@ -29,6 +29,7 @@ def fresh_branch() -> BranchId:
 class PartitionState(kernel.Table):
     __slots__ = (
         "_complete",
+        "_log",
         "_source_purged",
         "access",
         "bucket",
@@ -37,7 +38,6 @@ class PartitionState(kernel.Table):
         "file",
         "id",
         "incoming",
-        "log",
         "ownership",
         "purge_at",
         "purged",
@@ -77,6 +77,14 @@ class PartitionState(kernel.Table):
     def serves(self) -> bool:
         """Whether clients may read it here, and follow it."""
         return self.ownership is Ownership.ACTIVE and self.access in (Access.OPEN, Access.READ_ONLY)
+
+    @property
+    def log(self) -> FailoverLog:
+        return self._log
+
+    @log.setter
+    def log(self, log: FailoverLog) -> None:
+        self._log, self.branch = log, log.branch  # the kernel writes it to mutation tokens
 
     # ── Where it stands ───────────────────────────────────────────────────────────────────────────
 

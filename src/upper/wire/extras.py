@@ -9,6 +9,12 @@ from __future__ import annotations
 from upper.wire.codes import WANTED_STATES
 from upper.wire.packet import Layout, u8, u16, u32, u64
 
+# The meaning of some numbers in them.
+MONTH = 30 * 86400  # seconds; expirations up to here count from now, as in memcached, larger ones from 1970
+NEVER_CREATE = 0xFFFFFFFF  # as the expiration of a counter: fail where there is none yet
+DEFAULT_LOCK = 15  # seconds, where a request states none
+LOCKED = 2**64 - 1  # the CAS that readers see of a locked item: no write can match it
+
 FLAGS = Layout(u32("flags"))
 STORE = Layout(u32("flags"), u32("expiration"))
 COUNT = Layout(u64("delta"), u64("initial"), u32("expiration"))

@@ -9,9 +9,8 @@ from upper.server.commands.keys import deadline
 from upper.server.commands.store import written
 from upper.server.table import Call, Reply, handles
 from upper.wire.codes import Opcode
-from upper.wire.extras import COUNT
+from upper.wire.extras import COUNT, NEVER_CREATE
 
-NEVER_CREATE = 0xFFFFFFFF  # as expiration: fail where there is no counter yet
 WRAP = 2**64
 
 

@@ -10,9 +10,7 @@ from upper.record.change import StoredItem
 from upper.server.auth import Role
 from upper.server.table import Call, Quiet, Reply, handles
 from upper.wire.codes import Feature, Opcode, Status
-
-MONTH = 30 * 86400  # expirations up to here count from now, as memcached has it; larger ones from the epoch
-LOCKED = 2**64 - 1  # the CAS that readers see of a locked item: no write can match it
+from upper.wire.extras import LOCKED, MONTH
 
 
 def deadline(call: Call, expiration: int) -> int:

@@ -7,8 +7,7 @@ from upper.server.auth import Role
 from upper.server.commands.store import written
 from upper.server.table import Call, Reply, handles
 from upper.wire.codes import Opcode
-
-DEFAULT_LOCK = 15  # seconds
+from upper.wire.extras import DEFAULT_LOCK
 
 
 @handles(Opcode.GET_LOCKED, role=Role.READ | Role.WRITE, state=State.ACTIVE, large=True)
