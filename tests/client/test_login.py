@@ -12,7 +12,7 @@ from upper.client.link import Answer, Link
 from upper.client.login import Login, login
 from upper.errors import AuthenticationFailed, Refused
 from upper.server.auth import Challenge, Role, Scram, User, Users, plain_credentials
-from upper.wire.codes import Opcode, Status
+from upper.wire.codes import Feature, Opcode, Status
 from upper.wire.packet import HEADER_SIZE, RESPONSE, header, pack
 
 USERS = Users().with_user(User.new("a=n,n", "sécret", Role.everything()))
@@ -23,6 +23,7 @@ class Node:
 
     def __init__(self, mechanisms: str, *, hello: int = 0, bucket: int = 0) -> None:
         self.mechanisms, self.hello, self.bucket = mechanisms, hello, bucket
+        self.features = Feature.SELECT_BUCKET.to_bytes(2, "big")
         self.scram: Scram | None = None
         self.used = ""
         self.tamper: Callable[[bytes], bytes] = lambda data: data
@@ -36,7 +37,7 @@ class Node:
 
     def answer(self, opcode: Opcode, key: str, value: bytes) -> tuple[int, bytes]:
         if opcode == Opcode.HELLO:
-            return self.hello, b""
+            return self.hello, self.features
         if opcode == Opcode.SASL_LIST_MECHS:
             return 0, self.mechanisms.encode()
         if opcode == Opcode.SELECT_BUCKET:
@@ -57,9 +58,14 @@ class Node:
 
 
 def sign_in(
-    node: Node, *, password: str = "sécret", user: str | None = "a=n,n", private: bool = True
+    node: Node,
+    *,
+    password: str = "sécret",
+    user: str | None = "a=n,n",
+    bucket: str = "b",
+    private: bool = True,
 ) -> None:
-    steps: Login = login(user=user, password=password, bucket="b", private=private, nonce=lambda: "client")
+    steps: Login = login(user=user, password=password, bucket=bucket, private=private, nonce=lambda: "client")
     packet = next(steps)
     try:
         while True:
@@ -127,6 +133,15 @@ def test_without_a_user_there_is_no_login() -> None:
 def test_a_bucket_that_is_not_there_is_named() -> None:
     with pytest.raises(Refused, match="no bucket 'b'"):
         sign_in(Node("PLAIN", bucket=Status.KEY_NOT_FOUND), user=None)
+
+
+def test_where_buckets_cannot_be_selected_the_login_must_be_of_the_bucket() -> None:
+    node = Node("PLAIN", bucket=Status.KEY_NOT_FOUND)
+    node.features = b""
+    with pytest.raises(Refused, match="log in as 'b'"):
+        sign_in(node, user=None)
+    sign_in(node, user=None, bucket="default")
+    sign_in(node, bucket="a=n,n")
 
 
 BODY = st.sampled_from((b"", b"", b"", b"v", b"\x81" * 24, bytes(48)))

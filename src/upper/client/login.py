@@ -55,6 +55,28 @@ def login(
         raise refusal(hello)
     if user is not None:
         yield from _sign_in(user, password or "", private=private, nonce=nonce)
+    if hello.status != Status.OK or _granted(hello, Feature.SELECT_BUCKET):
+        yield from _select(bucket, user)
+    elif bucket != (user or "default"):
+        raise Refused(
+            f"this server, older than Couchbase 5.0, takes the bucket from the login; log in as {bucket!r}"
+        )
+    if purpose is Purpose.LOGS:
+        from upper.model.messages import Open
+        from upper.wire.dcp import DCP  # the tables of the dialects are loaded where they are needed
+
+        opened = yield DCP.encode(Open(name=f"{name}-{nonce()}".encode()))
+        if opened.status:
+            raise refusal(opened)
+
+
+def _granted(hello: Answer, feature: Feature) -> bool:
+    """Whether a node has agreed to a feature. Servers before 5.0 bind the bucket to the user instead."""
+    code = feature.to_bytes(2, "big")
+    return any(hello.value[at : at + 2] == code for at in range(0, len(hello.value), 2))
+
+
+def _select(bucket: str, user: str | None) -> Login:
     chosen = yield pack(REQUEST, Opcode.SELECT_BUCKET, key=bucket.encode())
     if chosen.status == Status.KEY_NOT_FOUND:
         raise Refused(f"there is no bucket {bucket!r} here; check the end of the URL")
@@ -65,13 +87,6 @@ def login(
         )
     if chosen.status not in (Status.OK, Status.UNKNOWN_COMMAND, Status.NOT_SUPPORTED):
         raise refusal(chosen)
-    if purpose is Purpose.LOGS:
-        from upper.model.messages import Open
-        from upper.wire.dcp import DCP  # the tables of the dialects are loaded where they are needed
-
-        opened = yield DCP.encode(Open(name=f"{name}-{nonce()}".encode()))
-        if opened.status:
-            raise refusal(opened)
 
 
 def _sign_in(user: str, password: str, *, private: bool, nonce: Callable[[], str]) -> Login:
