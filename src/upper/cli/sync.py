@@ -2,8 +2,8 @@
 
 LAKE/changes holds every change once, LAKE/latest one row for each live key, LAKE/lost the changes that a
 rollback removed. The position is part of each commit, so a sync that was stopped or killed resumes exactly.
-Without --once it follows the bucket until Ctrl-C or SIGTERM, which finish the current round; a second Ctrl-C
-stops at once.
+Without --once it follows the bucket until Ctrl-C or SIGTERM. The current round may take 4 more seconds then;
+a longer one is abandoned, and the next sync does it again. A second Ctrl-C stops at once.
 
 --types FILE adds typed tables, which every later sync keeps as well; see `upper lake LAKE types`.
 

@@ -91,12 +91,25 @@ def start(
     return session
 
 
-def stop(session: SparkSession) -> None:
-    """End a session, also in the middle of its work, or when its Java process has ended."""
-    with suppress(Py4JError, ConnectionError):
-        # Tasks that are cut off would log errors.
-        session.sparkContext.setLogLevel("OFF")
-        session.stop()
+def stop(session: SparkSession, *, within: float | None = None) -> None:
+    """End a session, also in the middle of its work, or when its Java process has ended.
+
+    `within`: seconds after which Java is terminated. This process cannot start another session then.
+    """
+
+    def end() -> None:
+        # Py4J meets any error while Java ends.
+        with suppress(Exception):
+            # Tasks that are cut off would log errors.
+            session.sparkContext.setLogLevel("OFF")
+            session.stop()
+
+    java_process = getattr(session.sparkContext._gateway, "proc", None)
+    ending = threading.Thread(target=end, name="spark-stop", daemon=True)
+    ending.start()
+    ending.join(within)
+    if ending.is_alive() and java_process is not None:
+        java_process.terminate()  # its handler ends the session
 
 
 def _quiet() -> str:

@@ -28,8 +28,11 @@ class Workers(Protocol):
 
 
 @contextmanager
-def workers(app: str, settings: WorkerSettings) -> Iterator[Workers]:
-    """Start the workers, and stop them at the end. A session that was running before goes on."""
+def workers(app: str, settings: WorkerSettings, *, stop_within: float | None = None) -> Iterator[Workers]:
+    """Start the workers, and stop them at the end. A session that was running before goes on.
+
+    `stop_within`: seconds, for a process that ends then.
+    """
     if settings.local:
         yield lambda *, pool=None, watch=None: LocalRunner(watch=watch)
         return
@@ -43,4 +46,4 @@ def workers(app: str, settings: WorkerSettings) -> Iterator[Workers]:
         yield lambda *, pool=None, watch=None: SparkRunner(session, pool=pool, watch=watch)
     finally:
         if not foreign:
-            stop(session)
+            stop(session, within=stop_within)

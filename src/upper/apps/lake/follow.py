@@ -25,14 +25,16 @@ from upper.apps.typed.definitions import TypedTable
 from upper.apps.typed.definitions import apply as define
 from upper.errors import InvalidArguments
 from upper.pipeline.source import BucketSource
-from upper.pipeline.target import NoWorkers
+from upper.pipeline.stopping import StopDeadline, StoppableRunner
+from upper.pipeline.target import NoWorkers, Runner
 from upper.spark.workers import Workers, WorkerSettings, workers
 
 log = logging.getLogger(__name__)
 
 MOST_ROUNDS = 20  # of --once, while histories keep branching
 LIVE_PATIENCE = 5.0  # seconds that a round tries to reach a node
-STOP_WITHIN = 5.0  # seconds that the maintenance under way may take when the sync is stopped
+STOP_WITHIN = 4.0  # seconds that tasks under way may take when the sync is stopped
+WORKERS_STOP_WITHIN = 3.0  # seconds that Spark may take to end after that
 LAST_REFRESH = RefreshPolicy(cost=0.0, within=float("inf"))  # at the end: only small refreshes
 
 
@@ -178,12 +180,17 @@ class LakeFollower:
         lake, source, progress = self.lake, self._source, self.progress
         assert lake is not None
         assert source is not None
-        runner = workers(pool=pool, watch=lambda share: self.doing(f"working, {share:.0%} of the tasks done"))
-        sync = Sync(lake, source, runner, new_history=self.settings.new_history)
-        below = workers(pool="maintenance" if pool is None else f"{pool} maintenance")
-        maintainer = Maintainer(lake, below, self.settings.maintenance())
+        deadline = StopDeadline(stopping, STOP_WITHIN)
+
+        def runner(part: str = "", watch: Callable[[float], None] | None = None) -> Runner:
+            name = " ".join(filter(None, (pool, part))) or None
+            return StoppableRunner(workers(pool=name, watch=watch), deadline)
+
+        rounds = runner(watch=lambda share: self.doing(f"working, {share:.0%} of the tasks done"))
+        sync = Sync(lake, source, rounds, new_history=self.settings.new_history)
+        maintainer = Maintainer(lake, runner("maintenance"), self.settings.maintenance())
         # By their own workers: neither rounds nor maintenance wait for outputs.
-        beside = workers(pool="outputs" if pool is None else f"{pool} outputs")
+        beside = runner("outputs")
         policy = None if self.settings.once else self.settings.maintenance().policy
         outputs = OutputFollower(lake, beside, policy)
         progress.last_commit, progress.trouble = lake.changes.lake_position.batch, ""
@@ -191,7 +198,7 @@ class LakeFollower:
         if self.settings.once:
             _once(sync, maintainer, outputs, progress, self._tell)
         else:
-            _forever(sync, maintainer, outputs, progress, self.settings, self._tell, stopping, name=self.name)
+            _forever(sync, maintainer, outputs, progress, self.settings, self._tell, deadline, name=self.name)
         progress.doing = ""
 
 
@@ -209,7 +216,7 @@ def follow(
         # Before Spark: mistakes are reported at once.
         if not settings.workers.local:
             follower.doing(f"starting Spark ({settings.workers.master})")
-        with workers("upper sync", settings.workers) as make:
+        with workers("upper sync", settings.workers, stop_within=WORKERS_STOP_WITHIN) as make:
             ended = threading.Event() if settings.once else stop_signals(stopping)
             follower.run(make, ended)
     return follower.progress
@@ -244,48 +251,61 @@ def _forever(
     progress: SyncTotals,
     settings: SyncSettings,
     tell: Report,
-    stopping: threading.Event,
+    deadline: StopDeadline,
     *,
     name: str = "sync",
 ) -> None:
-    began = time.monotonic()
+    began, stopping = time.monotonic(), deadline.stopping
     outputs.go_back()
-    maintainer.start()
-    outputs.start()
-    while not stopping.is_set():
-        turn = time.monotonic()
-        done = None
-        try:
-            maintainer.check()
-            done = sync.round()
-            if progress.trouble:
-                log.warning("%s: the round succeeds again after: %s", name, progress.trouble)
-            progress.trouble = ""
-            _add(progress, done, began)
-            progress.rejected = outputs.rejected
-            if done.number:
-                maintainer.committed(rolled_back=bool(done.rolled_back))
-                outputs.committed()
-        except TransientError as error:
-            if progress.trouble != str(error):
-                log.warning("%s: %s; trying again", name, error)
-            progress.trouble = str(error)
-            progress.retries += 1
-            sync.source.close()
-        except NoWorkers:
-            # A signal to the whole process group ends Spark as well.
-            if not stopping.is_set():
-                raise
-        progress.seconds = time.monotonic() - began
-        tell(progress, done)
-        stopping.wait(max(0.0, turn + settings.every - time.monotonic()))
-    outputs.stop(STOP_WITHIN)
-    if maintainer.stop(STOP_WITHIN):
+    with _beside(maintainer, outputs):
+        while not stopping.is_set():
+            turn = time.monotonic()
+            done = None
+            try:
+                maintainer.check()
+                done = sync.round()
+                if progress.trouble:
+                    log.warning("%s: the round succeeds again after: %s", name, progress.trouble)
+                progress.trouble = ""
+                _add(progress, done, began)
+                progress.rejected = outputs.rejected
+                if done.number:
+                    maintainer.committed(rolled_back=bool(done.rolled_back))
+                    outputs.committed()
+            except TransientError as error:
+                if progress.trouble != str(error):
+                    log.warning("%s: %s; trying again", name, error)
+                progress.trouble = str(error)
+                progress.retries += 1
+                sync.source.close()
+            except NoWorkers as error:
+                # A signal to the whole process group ends Spark as well.
+                if not stopping.is_set():
+                    raise
+                log.info("%s: %s", name, error)
+            progress.seconds = time.monotonic() - began
+            tell(progress, done)
+            stopping.wait(max(0.0, turn + settings.every - time.monotonic()))
+    outputs.stop(deadline.remaining)
+    if maintainer.stop(deadline.remaining) and deadline.remaining:
         try:
             sync.refresh(LAST_REFRESH)
         except (*TransientError, NoWorkers) as error:
             log.warning("%s: `latest` was not refreshed, the next sync does it: %s", name, error)
     progress.seconds = time.monotonic() - began
+
+
+@contextmanager
+def _beside(maintainer: Maintainer, outputs: OutputFollower) -> Iterator[None]:
+    """Start both. After an error they end with the step under way: the lake is given up."""
+    maintainer.start()
+    outputs.start()
+    try:
+        yield
+    except BaseException:
+        outputs.stop(0)
+        maintainer.stop(0)
+        raise
 
 
 def _add(progress: SyncTotals, done: SyncRound, began: float) -> None:
@@ -302,7 +322,7 @@ def _add(progress: SyncTotals, done: SyncRound, began: float) -> None:
 
 
 def stop_signals(announce: Callable[[], None]) -> threading.Event:
-    """Set by SIGTERM and SIGINT: the round under way ends, and then the sync.
+    """Set by SIGTERM and SIGINT: the round under way ends, or is abandoned, and then the sync ends.
 
     A second Ctrl-C does not wait: what is not committed then is read again by the next sync.
     """

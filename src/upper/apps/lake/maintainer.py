@@ -21,6 +21,7 @@ from upper.apps.lake.maintenance import compact, forget, remove_retired, trim, v
 from upper.apps.lake.store import StoreUnavailable
 from upper.apps.lake.tables import FilesReplaced
 from upper.errors import Busy, NotMyPartition, NotWritable, TemporaryFailure, Unreachable
+from upper.pipeline.stopping import WorkStopped
 from upper.pipeline.target import NoWorkers, Runner, WorkFailed
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ class Maintainer:
             except TransientError as error:
                 log.warning("maintenance of the lake: %s; trying again", error)
                 self._stopping.wait(5.0)
+            except WorkStopped:
+                return
             except NoWorkers as error:
                 if not self._stopping.is_set():
                     self._error = error

@@ -18,6 +18,7 @@ from upper.apps.lake.latest import RefreshPolicy
 from upper.apps.lake.position import LakePosition
 from upper.apps.lake.tables import LakeTable
 from upper.errors import UpperError
+from upper.pipeline.stopping import WorkStopped
 from upper.pipeline.target import Runner
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,8 @@ class OutputFollower:
                 )
                 if self._troubles.pop(key, None):
                     log.warning("%s follows the lake again", output.name)
+            except WorkStopped:
+                return False
             except Exception as error:  # noqa: BLE001 (an output never stops the sync)
                 good = False
                 if not self._stopping.is_set():

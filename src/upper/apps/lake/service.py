@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from upper.apps.lake.follow import LakeFollower, SyncTotals
+from upper.apps.lake.follow import WORKERS_STOP_WITHIN, LakeFollower, SyncTotals
 from upper.apps.lake.maintainer import TransientError
 from upper.apps.lake.sync import SyncRound
 from upper.errors import InvalidArguments, UpperError
@@ -26,7 +26,7 @@ from upper.version import VERSION
 log = logging.getLogger(__name__)
 
 RETRY = 5.0  # seconds before a lake that could not be opened is tried again
-STOP_WITHIN = 60.0  # seconds that the rounds under way may take when the service is stopped
+STOP_WITHIN = 5.0  # seconds that all lakes together may take when the service is stopped
 COMMIT_SECONDS = "upper_sync_commit_seconds"
 
 
@@ -82,7 +82,7 @@ class Service:
         """Follow all lakes until `stopping` is set. `ready` is called once, when all have begun."""
         if not self._settings.local:
             log.info("starting Spark (%s)", self._settings.master)
-        with workers("upper sync", self._settings) as make:
+        with workers("upper sync", self._settings, stop_within=WORKERS_STOP_WITHIN) as make:
             threads = [
                 threading.Thread(
                     target=self._follow,
