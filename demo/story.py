@@ -3,7 +3,7 @@
 The steps: three nodes store a shop's data; Spark copies it to a lake; further changes follow; a node is
 killed, replicas take over, and nothing is lost; then all copies but one stop, the last one is lost with the
 newest changes, and an out-of-date copy is promoted by force. The lake rolls back, keeps the lost changes
-in `lost`, and is compared with the bucket.
+in `lost`, and is compared with the bucket. Its typed tables answer what the owner of the shop would ask.
 
 The seed determines what is written, rolled back and kept. Times depend on the machine, and so does the number
 of intermediate versions of a key that the lake receives.
@@ -35,9 +35,27 @@ from upper.model.values import Partition, partition_of
 
 PARTITIONS = 64
 NODES = ("n1", "n2", "n3")
+TYPES = """\
+tables:
+  users:
+    key: "user:{id}"
+    columns: {name: string, city: string, tier: string}
+  orders:
+    key: "order:{id}"
+    columns:
+      id: {part: id, type: string}
+      customer: {path: user, type: string}
+      total_cents: long
+      status: string
+"""
+BEST_CITIES = (
+    "select city, count(*) as orders, sum(total_cents) // 100 as revenue, "
+    "100 * sum(total_cents) filter (tier = 'gold') // sum(total_cents) as gold_percent "
+    "from orders join users on customer = text(users._key) group by city order by revenue desc limit 5"
+)
 QUERIES = (
     "select operation, count(*) as changes from changes group by 1",
-    "select text(value)->>'status' as status, count(*) from latest where text(key) like 'order:%' group by 1",
+    "select status, count(*) as orders, avg(total_cents) / 100 as average from orders group by status",
 )
 
 
@@ -83,6 +101,7 @@ class Story:
             else:
                 sync.stop()  # refreshes `latest`
         self.prove()
+        self.ask()
         self.bow(sync)
 
     def load(self, bucket: Bucket) -> None:
@@ -224,11 +243,17 @@ class Story:
             self.note(line)
         self.note("(versions that were overwritten before the lake read them are not in `changes`)")
 
+    def ask(self) -> None:
+        self.say("A question: which cities buy the most, and how much of it do gold members buy?")
+        self.note("(from `orders` and `users`, typed tables that the sync keeps as types.yml defines them)")
+        self.show_query(BEST_CITIES)
+
     def bow(self, sync: Actor) -> None:
         minutes, seconds = divmod(round(time.monotonic() - self.began), 60)
         command, lake = relative(Path(sys.executable).parent / "upper"), relative(self.lake)
         self.say(f"Done in {minutes} min {seconds:02} s. The lake is kept; try:")
         self.note(f"{command} lake {lake}")
+        self.note(f"{command} lake {lake} types")
         for query in QUERIES:
             self.note(f'{command} query {lake} "{query}"')
         if self.keep:
@@ -269,8 +294,10 @@ class Story:
         until(lambda: condition(self.status()), waiting_for=waiting_for, actors=running)
 
     def start_sync(self) -> Actor:
-        arguments = ["sync", self.url, str(self.lake), "--every", "1s", "--latest-every", "5s", "--json"]
-        return self.enter("sync", arguments)
+        types = self.directory / "types.yml"
+        types.write_text(TYPES)
+        often = ("--every", "1s", "--latest-every", "5s")
+        return self.enter("sync", ["sync", self.url, str(self.lake), "--types", str(types), *often, "--json"])
 
     def enter(self, name: str, arguments: Sequence[str]) -> Actor:
         actor = Actor(name, arguments, directory=self.directory, guard=self.guard)

@@ -84,6 +84,7 @@ def test_the_demo_runs_to_the_end_and_stops_what_it_keeps(tmp_path: Path) -> Non
         "kept in `lost`: 600 changes, as expected",
         "order:008626        1",
         "11,367 live keys",
+        "Bogota       1186    47783            24",
     ):
         assert decided_by_the_seed in reported.stdout
     assert "the lake is true" in reported.stdout
