@@ -31,6 +31,7 @@ from upper.cli.main import main
 from upper.errors import BadCheckpoint, DirectoryInUse, InvalidArguments, WrongVersion
 from upper.model.values import Cas, Partition, partition_of
 from upper.pipeline.source import BucketSource
+from upper.pipeline.stopping import StopDeadline
 from upper.pipeline.target import Task
 
 T = TypeVar("T")
@@ -481,7 +482,8 @@ def test_a_live_sync_reports_that_its_node_is_away_and_back(
 
     maintainer = Maintainer(following.lake, Here(), SyncSettings().maintenance())
     outputs = OutputFollower(following.lake, Here(), None)
-    _forever(following.sync, maintainer, outputs, SyncTotals(), SyncSettings(every=0.05), publish, stopping)
+    settings, deadline = SyncSettings(every=0.05), StopDeadline(stopping, 4.0)
+    _forever(following.sync, maintainer, outputs, SyncTotals(), settings, publish, deadline)
     assert "; trying again" in caplog.text
     assert "the round succeeds again" in caplog.text
     assert following.rows(CHANGES) == 1
