@@ -120,9 +120,11 @@ def streaming(records: list[bytes]) -> Iterator[Row]:
 
 def applied(records: list[bytes]) -> Iterator[Row]:
     """A replica: from received bytes to journal records and items; one change in each snapshot."""
-    slots = {partition: partition << 32 | partition for partition in range(PARTITIONS)}
+    slots = array("q", range(PARTITIONS))
+    tails = [plain.TailProgress(plain.Table(), replicas=True) for _ in range(PARTITIONS)]
     commits = range(PARTITIONS, len(records), PARTITIONS)  # each partition has its first change already
-    data = b"".join(plain.frame(plain.group(records[at : at + PARTITIONS]), slots)[0] for at in commits)
+    cuts = (plain.CommitGroups(records[at : at + PARTITIONS], tails) for at in commits)
+    data = b"".join(cut.frame(slots)[0] for cut in cuts)
     million = (len(records) - PARTITIONS) / 1e6
 
     def apply(kernel: ModuleType) -> None:

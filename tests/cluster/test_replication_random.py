@@ -95,8 +95,8 @@ class World:
                     new_cas, revision = chance.getrandbits(60), chance.randrange(1, 100)
                     store.write_meta(key, b"m", revision=revision, new_cas=new_cas, lock_time=now + 50)
                 case 5:
-                    expired = chance.random() < 0.5
-                    store.write_meta(key, b"", revision=99, new_cas=5, deleted=True, expired=expired)
+                    expired, cas = chance.random() < 0.5, time.time_ns()  # an old one may be purged
+                    store.write_meta(key, b"", revision=99, new_cas=cas, deleted=True, expired=expired)
                 case 6 | 7 | 8 | 9:
                     store.delete(key)
                 case 10:

@@ -37,7 +37,16 @@ def test_a_snapshot_of_one_change_is_stored_without_facts(kernel: ModuleType) ->
     assert ends == pack(">HQ", 0, 7)
 
 
-def test_a_snapshot_of_several_changes_is_stored_between_its_facts(kernel: ModuleType) -> None:
+def test_a_snapshot_with_every_seqno_is_stored_without_facts(kernel: ModuleType) -> None:
+    part, pending, ends = Store(high=6), list[bytes](), bytearray()
+    data = marker(START) + sent(b"a", seqno=7) + sent(b"b", seqno=8) + sent(b"c", None, seqno=9) + marker(END)
+    assert kernel.apply(data, 0, [part], bytearray(1), pending, ends)[:4] == (len(data), 3, 1, False)
+    assert pending == [stored(b"a", seqno=7), stored(b"b", seqno=8), stored(b"c", None, seqno=9)]
+    assert part.high == 9
+    assert ends == pack(">HQ", 0, 9)
+
+
+def test_a_snapshot_that_leaves_changes_out_is_stored_between_its_facts(kernel: ModuleType) -> None:
     parts, pending, ends = [Store(), Store(high=1)], list[bytes](), bytearray()
     body = sent(b"a", seqno=2, partition=1) + sent(b"b", None, seqno=5, partition=1)
     data = marker(START, 1) + body + marker(END, 1)

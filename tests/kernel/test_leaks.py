@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from array import array
 from types import ModuleType
 
 from tests.kernel.packets import DELETE, GET, NOOP, Clock, Store, change, numbers, packet, set_
@@ -35,6 +36,12 @@ def work(kernel: ModuleType) -> None:
     view.join(2000, 1, dcp=1)
     items.expiring(), items.some_keys(1, 5), items.forget(b"k1", 2), items.get(b"k2")
     kernel.group(records)
+    cut = kernel.CommitGroups(records * 2, [kernel.TailProgress(Store(), replicas=False)])
+    cut.take_flushed(), cut.frame(array("q", [5])), cut.by_partition, cut.advance()
+    copy = kernel.CopyProgress()
+    for node in (f"{len(data)} a", f"{len(data)} b"):
+        copy.waited_for = frozenset((node,))
+        copy.hold(node, 5), copy.set_silent(node, 1.0), copy.tracked(), copy.held_by(node + "?")
     kernel.latest(records * 2)
     for bad in (broken, wrong, bytearray(wrong)):
         with contextlib.suppress(UpperError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import ModuleType
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernel.packets import EXPIRATION, FLUSH, MUTATION, change, changes, numbers, packet
+from tests.kernel.packets import EXPIRATION, FLUSH, MUTATION, Store, change, changes, numbers, packet
 from upper.errors import Truncated
 from upper.kernel import plain
 from upper.wire.stream_encoder import stream_encoder
@@ -208,7 +209,8 @@ def test_a_commit_is_framed_as_the_encoder_of_upr_frames_it(kernel: ModuleType) 
     encoder = stream_encoder(UPR, plain.join)
     first, again = change(b"a", seqno=1, partition=3), change(b"a", seqno=2, partition=3)
     other, left = change(b"b", None, seqno=9, partition=7), change(b"c", partition=1)
-    groups = {3: [first, again], 7: [other], 1: [left]}
+    tails = [tail(kernel, high=5) for _ in range(8)]
+    cut = kernel.CommitGroups([first, other, left, again], tails)
     opaques = {3: 0xFFFF_FFFF, 7: 8}
     framed = {
         partition: b"".join(
@@ -220,7 +222,37 @@ def test_a_commit_is_framed_as_the_encoder_of_upr_frames_it(kernel: ModuleType) 
         )
         for (partition, opaque), record in zip(opaques.items(), (again, other), strict=True)
     }
-    slots = {partition: partition << 32 | opaque for partition, opaque in opaques.items()}
-    data, items, counted = kernel.frame(groups, slots)
-    assert data == framed[3] + framed[7]
-    assert (items, counted) == (2, {p: (1, len(bytes_)) for p, bytes_ in framed.items()})
+    slots = array("q", [-1] * 8)
+    for partition, opaque in opaques.items():
+        slots[partition] = partition << 32 | opaque
+    assert cut.frame(slots) == (framed[3] + framed[7], 2)
+    assert cut.by_partition == {3: [first, again], 7: [other], 1: [left]}
+    assert cut.advance() == []
+    counted = {number: (one.items, one.bytes) for number, one in enumerate(tails) if one.items}
+    assert counted == {p: (1, len(bytes_)) for p, bytes_ in framed.items()}
+    assert [one.reached for one in tails] == [0, 5, 0, 5, 0, 0, 0, 5]
+
+
+def test_partitions_with_a_flush_are_taken_out_of_a_commit(kernel: ModuleType) -> None:
+    tails = [tail(kernel, high=9) for _ in range(3)]
+    tails[1].store.purged, tails[2].waiting = 8, {"a stream": "its connection"}
+    first, flushed, last = (change(b"a", seqno=8, partition=number) for number in (0, 1, 2))
+    cut = kernel.CommitGroups([first, flushed, last], tails)
+    assert cut.take_flushed() == [(1, [flushed])]
+    assert cut.by_partition == {0: [first], 2: [last]}
+    assert cut.frame(array("q", [0, 1, 2]))[1] == 2
+    assert cut.advance() == [(2, [last])], "its streams that wait are offered the commit before it goes on"
+    assert [one.reached for one in tails] == [9, 0, 0]
+
+
+def test_a_commit_of_a_partition_that_does_not_exist_is_refused(kernel: ModuleType) -> None:
+    with pytest.raises(ValueError, match="partition 2 cannot be here"):
+        kernel.CommitGroups([change(b"a", partition=2)], [tail(kernel)] * 2)
+    assert len(kernel.CommitGroups([change(b"a", partition=1)] * 2, [tail(kernel)] * 2)) == 1
+
+
+def tail(kernel: ModuleType, *, high: int = 0) -> Any:
+    """A tail whose streams have been sent nothing of a partition that is at `high`."""
+    made = kernel.TailProgress(Store(), replicas=True)
+    made.store.written = high
+    return made

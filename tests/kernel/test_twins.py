@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -76,13 +77,27 @@ def test_they_take_records_out_alike(data: bytes, dcp_data: bytes, start: int, e
             alike("records", stream, start, end, dcp=dcp)
 
 
-@given(st.lists(changes() | st.just(b"short"), max_size=8), st.dictionaries(st.integers(0, 3), u64))
-def test_they_frame_alike(records: list[bytes], slots: dict[int, int]) -> None:
-    try:
-        groups = plain.group(records)
-    except ValueError:
-        groups = {0: records, 1: []}
-    alike("frame", groups, slots)
+@given(
+    st.lists(changes(partitions=5) | st.just(b"short"), max_size=8),
+    st.lists(st.just(-1) | st.integers(0, (1 << 48) - 1), max_size=6),
+    st.sets(st.integers(0, 3)),
+    st.sets(st.integers(0, 3)),
+)
+def test_they_fan_out_alike(
+    records: list[bytes], slots: list[int], flushed: set[int], waiting: set[int]
+) -> None:
+    """Also where a record is of no partition that there is."""
+
+    def fanned_out(twin: Any) -> list[object]:
+        tails = [twin.TailProgress(Store(), replicas=number % 2 == 0) for number in range(4)]
+        for number, tail in enumerate(tails):
+            tail.store.written, tail.store.durable, tail.store.purged = 9, 7, number in flushed
+            tail.waiting = {0: 0} if number in waiting else {}
+        cut = twin.CommitGroups(records, tails)
+        steps = [len(cut), cut.take_flushed(), cut.by_partition, cut.frame(array("q", slots)), cut.advance()]
+        return [steps, [(tail.items, tail.bytes, tail.reached) for tail in tails]]
+
+    assert outcome(fanned_out, plain)[0] == outcome(fanned_out, compiled)[0]
 
 
 @given(replica_streams(), spots, st.lists(changes(), max_size=6))

@@ -93,7 +93,8 @@ class ActiveCopy(InSyncTracker):
         """Everything up to `seqno` is on the local disk. Called before replicas receive it."""
         self.reached(seqno)
         for node in self.waited_for:
-            self._silent_since.setdefault(node, now)
+            if self.silent_since(node) is None:
+                self.set_silent(node, now)
 
     def attached(self, node: NodeId, epoch: Epoch, seqno: Seqno, now: float) -> None:
         """A replica opened its stream: it holds exactly the changes up to `seqno`."""
@@ -108,10 +109,7 @@ class ActiveCopy(InSyncTracker):
     def _note_contact(self, node: NodeId, now: float) -> None:
         behind = self.held(node) < self.durable
         if node in self.waited_for:
-            if behind:
-                self._silent_since[node] = now
-            else:
-                self._silent_since.pop(node, None)
+            self.set_silent(node, now if behind else None)
         elif node in self.entry.replicas and node not in self.away:
             goal, since = self._goal.get(node, (self.durable, now))
             if not behind or (self.held(node) >= goal and now - since <= NEAR):
@@ -122,7 +120,7 @@ class ActiveCopy(InSyncTracker):
     def _join(self, node: NodeId, now: float) -> None:
         self._goal.pop(node, None)
         self.join(node)
-        self._silent_since[node] = now
+        self.set_silent(node, now)
 
     def _caught_up(self) -> list[NodeId]:
         """The replicas that hold everything and are not waited for, because they left the in-sync set.
@@ -132,10 +130,7 @@ class ActiveCopy(InSyncTracker):
         return [
             node
             for node in self.entry.replicas
-            if node in self._held
-            and self._held[node] >= self.durable
-            and node not in self.waited_for
-            and node not in self.away
+            if self.held_by(node) >= self.durable and node not in self.waited_for and node not in self.away
         ]
 
     # ── For the map ───────────────────────────────────────────────────────────────────────────────
@@ -171,7 +166,7 @@ class ActiveCopy(InSyncTracker):
         """
         self._offered = False
         to = self.entry.moving_to
-        if self.parked and to in self._held and high <= min(self.replicated, self._held[to]):
+        if self.parked and to is not None and high <= min(self.replicated, self.held_by(to)):
             after = handed_over(self.entry, to)
             self._offered = after is not None
             if after is not None:
@@ -190,9 +185,9 @@ class ActiveCopy(InSyncTracker):
     def _silent(self, now: float) -> frozenset[NodeId]:
         found = set()
         for node in self.behind():
-            since = self._silent_since.get(node)
+            since = self.silent_since(node)
             if since is None:
-                self._silent_since[node] = now
+                self.set_silent(node, now)
             elif now - since >= SILENCE:
                 found.add(node)
         return frozenset(found)
@@ -209,9 +204,11 @@ class ActiveCopy(InSyncTracker):
     def observed(self, entry: PartitionEntry) -> None:
         if entry.epoch > self.entry.epoch:
             self._offered = self.uncertain = False
-            self._silent_since.clear()
+            self.forget(held=False, silent=True)
             self._goal.clear()
         super().observed(entry)
-        for times in (self._silent_since, self._goal):
-            for node in times.keys() - entry.replicas:
-                del times[node]
+        for node in self.tracked():
+            if node not in entry.replicas:
+                self.set_silent(node, None)
+        for node in self._goal.keys() - entry.replicas:
+            del self._goal[node]

@@ -30,7 +30,6 @@ class InSyncTracker(kernel.CopyProgress):
     waited_for: frozenset[NodeId]  # the replicas whose acknowledgement is needed
     durable: Seqno
     replicated: Seqno
-    _held: dict[NodeId, Seqno]
 
     def __init__(self, node: NodeId, entry: PartitionEntry, durable: Seqno = ZERO) -> None:
         if entry.active != node:
@@ -61,14 +60,14 @@ class InSyncTracker(kernel.CopyProgress):
         """
         if epoch != self.entry.epoch:
             return False
-        if exactly or seqno > self._held.get(node, -1):
-            self._held[node] = min(seqno, self.durable)
+        if exactly or seqno > self.held_by(node):
+            self.hold(node, min(seqno, self.durable))
             if node in self.waited_for:
                 self._advance()
         return True
 
     def held(self, node: NodeId) -> Seqno:
-        return self._held.get(node, ZERO)
+        return Seqno(max(self.held_by(node), ZERO))
 
     def behind(self) -> frozenset[NodeId]:
         """The replicas that hold up the watermark."""
@@ -108,7 +107,7 @@ class InSyncTracker(kernel.CopyProgress):
         if entry.epoch < self.entry.epoch or entry.active != self.node:
             raise ValueError("the partition has another active node; this tracker is over")
         if entry.epoch > self.entry.epoch:
-            self._held.clear()
+            self.forget(held=True, silent=False)
             self.joining = frozenset()
         self.entry = entry
         self.epoch = entry.epoch
@@ -121,8 +120,7 @@ class InSyncTracker(kernel.CopyProgress):
         self._advance()
 
     def _advance(self) -> None:
-        held = self._held
-        reached = min((held.get(node, ZERO) for node in self.waited_for), default=self.durable)
+        reached = min(map(self.held, self.waited_for), default=self.durable)
         if reached > self.replicated:
             self.replicated = reached
 

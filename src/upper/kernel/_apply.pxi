@@ -67,7 +67,7 @@ def apply(
     cdef uint64_t highest = 0, high
     cdef uint32_t partition
     cdef int state
-    cdef bint facts = False
+    cdef bint facts = False, marked
     cdef list expiring = []
     cdef Table part
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
@@ -86,7 +86,7 @@ def apply(
                 break
             part = <Table?> made
             state = (<uint8_t *> PyByteArray_AS_STRING(inside))[partition]
-            past, high, several = at, part.high, 0
+            past, high, several, marked = at, part.high, 0, False
             if base[at + AT_OPCODE] == SNAPSHOT_START:
                 if state != BETWEEN or high == 0 or not marks(base + at, size - at, partition, SNAPSHOT_START):
                     break
@@ -107,8 +107,8 @@ def apply(
             elif not marks(base + past, size - past, partition, SNAPSHOT_END):
                 at -= HEADER_SIZE
                 break
-            elif several > 1:
-                facts = True
+            elif several > 1 and high - part.high != <uint64_t> several:
+                facts = marked = True
                 PyList_Append(pending, mark(SNAPSHOT_START, partition, high))
             changes += several
             while at < past:
@@ -120,7 +120,7 @@ def apply(
                 at += length
             if state == BETWEEN:
                 at += HEADER_SIZE
-                if several > 1:
+                if marked:
                     PyList_Append(pending, mark(SNAPSHOT_END, partition, 0))
                 if several:
                     used = PyByteArray_GET_SIZE(ends)

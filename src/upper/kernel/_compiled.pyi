@@ -1,16 +1,17 @@
 # The compiled twin has the types of the plain one, because it has its functions.
+from upper.kernel.plain import CommitGroups as CommitGroups
 from upper.kernel.plain import CopyProgress as CopyProgress
 from upper.kernel.plain import Counts as Counts
 from upper.kernel.plain import RecordMap as RecordMap
 from upper.kernel.plain import RecordView as RecordView
 from upper.kernel.plain import Table as Table
+from upper.kernel.plain import TailProgress as TailProgress
 from upper.kernel.plain import acknowledge as acknowledge
 from upper.kernel.plain import apply as apply
 from upper.kernel.plain import attributed as attributed
 from upper.kernel.plain import columns as columns
 from upper.kernel.plain import covered as covered
 from upper.kernel.plain import events as events
-from upper.kernel.plain import frame as frame
 from upper.kernel.plain import group as group
 from upper.kernel.plain import join as join
 from upper.kernel.plain import latest as latest

@@ -13,9 +13,11 @@ from cpython.dict cimport PyDict_DelItem, PyDict_GetItemWithError, PyDict_SetIte
 from cpython.exc cimport PyErr_Clear
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
-from cpython.ref cimport Py_INCREF
+from cpython.ref cimport Py_INCREF, Py_XDECREF
 from cpython.sequence cimport PySequence_Fast_ITEMS
+from libc.math cimport NAN, isnan
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset
 
 import os
@@ -434,48 +436,6 @@ cdef inline int longer(int opcode, int form) noexcept:
     return DCP_DELETION_EXTRAS - DELETION_EXTRAS
 
 
-def frame(dict groups not None, dict slots not None):
-    cdef dict counted = {}
-    cdef list each, made = []
-    cdef Py_ssize_t total = 0, items = 0, size, i
-    cdef uint32_t opaque
-    cdef int partition
-    cdef uint8_t *to
-    for number, records in groups.items():
-        slot = slots.get(number)
-        if slot is None:
-            continue
-        each = records
-        if PyList_GET_SIZE(each) != 1:
-            each = latest(each)
-        size = 2 * HEADER_SIZE
-        for record in each:
-            if not PyBytes_Check(record):
-                raise TypeError(f"a record is bytes, not {type(record).__name__}")
-            if PyBytes_GET_SIZE(record) < HEADER_SIZE:
-                raise packets.short(PyBytes_GET_SIZE(record))
-            size += PyBytes_GET_SIZE(record)
-        made.append((number, slot & 0xFFFFFFFF, each))
-        counted[number] = (PyList_GET_SIZE(each), size)
-        items += PyList_GET_SIZE(each)
-        total += size
-    framed = PyBytes_FromStringAndSize(NULL, total)
-    to = fresh(framed)
-    for number, slot, records in made:
-        partition, opaque, each = number, slot, records
-        edge(to, SNAPSHOT_START, partition, opaque)
-        to += HEADER_SIZE
-        for i in range(PyList_GET_SIZE(each)):
-            record = <object> PyList_GET_ITEM(each, i)
-            size = PyBytes_GET_SIZE(record)
-            memcpy(to, chars(record), size)
-            put32(to + AT_OPAQUE, opaque)
-            to += size
-        edge(to, SNAPSHOT_END, partition, opaque)
-        to += HEADER_SIZE
-    return framed, items, counted
-
-
 cdef inline void edge(uint8_t *to, int opcode, int partition, uint32_t opaque) noexcept:
     """A marker of a snapshot, as UPR has it."""
     memset(to, 0, HEADER_SIZE)
@@ -589,6 +549,7 @@ include "_map.pxi"
 include "_run.pxi"
 include "_commands.pxi"
 include "_apply.pxi"
+include "_fanout.pxi"
 include "_tracking.pxi"
 include "_columns.pxi"
 include "_events.pxi"

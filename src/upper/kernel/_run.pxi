@@ -14,8 +14,8 @@ cdef inline void respond(
 cdef class Table:
     """`plain_run.Table`, its numbers where a loop reaches them without asking for an attribute."""
     cdef public RecordMap items
-    cdef public uint64_t high, durable, written, last_batch, branch
-    cdef public object first_batch
+    cdef public uint64_t high, durable, written, last_batch, branch, purged
+    cdef public object first_batch, id
 
     def __cinit__(self):
         self.items = RecordMap()

@@ -27,6 +27,10 @@ from upper.kernel.plain_columns import attributed as attributed
 from upper.kernel.plain_columns import columns as columns
 from upper.kernel.plain_columns import to_arrow as to_arrow
 from upper.kernel.plain_events import events as events
+from upper.kernel.plain_fanout import CommitGroups as CommitGroups
+from upper.kernel.plain_fanout import TailProgress as TailProgress
+from upper.kernel.plain_fanout import group as group
+from upper.kernel.plain_fanout import latest as latest
 from upper.kernel.plain_map import RecordMap as RecordMap
 from upper.kernel.plain_map import RecordView as RecordView
 from upper.kernel.plain_run import Counts as Counts
@@ -56,14 +60,11 @@ from upper.record.layout import (
     DELETION_HEAD,
     EXPIRATION,
     FLUSH,
-    HEADER,
     HEADER_SIZE,
     MUTATION,
     MUTATION_EXTRAS,
     NO_OPAQUE,
     REQUEST,
-    SNAPSHOT_END,
-    SNAPSHOT_START,
     U32,
 )
 from upper.wire.codes import DcpForm
@@ -120,33 +121,6 @@ def _in_dcp(record: bytes, number: bytes, form: int) -> bytes:
     )
     total = U32.pack(len(record) - HEADER_SIZE + len(more))
     return b"".join((*head, total, number, record[AT_CAS:body], more, record[body:]))
-
-
-def frame(
-    groups: dict[int, list[bytes]], slots: dict[int, int]
-) -> tuple[bytes, int, dict[int, tuple[int, int]]]:
-    """The records of each partition as one snapshot of UPR, each key once, for the partitions in `slots`.
-
-    A slot is a partition and, in its lowest 32 bits, the opaque of the stream. Returns the packets, the
-    number of changes, and for each partition its number of changes and the bytes of its snapshot.
-    """
-    pieces: list[bytes] = []
-    counted: dict[int, tuple[int, int]] = {}
-    items = 0
-    for partition, written in groups.items():
-        slot = slots.get(partition)
-        if slot is None:
-            continue
-        opaque, newest = slot & 0xFFFF_FFFF, written if len(written) == 1 else latest(written)
-        start, end = (
-            HEADER.pack(REQUEST, opcode, 0, 0, 0, partition, 0, opaque, 0)
-            for opcode in (SNAPSHOT_START, SNAPSHOT_END)
-        )
-        made = b"".join((start, join(newest, opaque), end))
-        pieces.append(made)
-        counted[partition] = (len(newest), len(made))
-        items += len(newest)
-    return b"".join(pieces), items, counted
 
 
 def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:
@@ -216,39 +190,3 @@ def replay(data: Buffer, start: int, end: int, tables: list[RecordMap], highs: a
 def writer() -> Writer | None:
     """A thread that writes batches without the interpreter. Here is none: a thread of Python's has to do."""
     return None
-
-
-# ── Lists of records ──────────────────────────────────────────────────────────────────────────────
-
-
-def group(records: list[bytes]) -> dict[int, list[bytes]]:
-    """The records of each partition, in their order."""
-    groups: dict[int, list[bytes]] = {}
-    for record in records:
-        check_record(record)
-        partition = record[AT_PARTITION] << 8 | record[AT_PARTITION + 1]
-        if partition in groups:
-            groups[partition].append(record)
-        else:
-            groups[partition] = [record]
-    return groups
-
-
-def latest(records: list[bytes]) -> list[bytes]:
-    """The records of one partition without those that a later one replaces; the same list if there are none.
-
-    A packet that is no change (FLUSH) has no key and keeps its place.
-    """
-    newest: dict[bytes | int, bytes] = {}
-    for number, record in enumerate(records):
-        check_record(record)
-        key: bytes | int = number
-        if MUTATION <= record[AT_OPCODE] <= EXPIRATION:
-            begin = HEADER_SIZE + record[AT_EXTRAS_LENGTH]
-            past = begin + (record[AT_KEY_LENGTH] << 8 | record[AT_KEY_LENGTH + 1])
-            if past > len(record):
-                raise short(len(record))
-            key = record[begin:past]
-            newest.pop(key, None)
-        newest[key] = record
-    return records if len(newest) == len(records) else list(newest.values())

@@ -56,8 +56,9 @@ def apply(
     - changes, where `inside[partition]` is INSIDE;
     - whole snapshots, from SNAPSHOT_START to SNAPSHOT_END without a packet of another stream between them,
       where it is BETWEEN and the partition has changes already. Records of a snapshot of several changes are
-      put between the two facts that mark it; a single change needs none, because a batch of the journal
-      is written as a whole.
+      put between the two facts that mark it. A single change needs none, because a batch of the journal is
+      written as a whole; nor do changes with consecutive seqnos, because after each of them the copy is what
+      the active one was.
 
     Records and facts go to `pending`, in order, and the end of each snapshot to `ends`, as in SEQNO_ACK.
     Anything else stops it: other packets, seqnos that do not grow, what is not whole or not well formed.
@@ -76,6 +77,7 @@ def apply(
         _, opcode, _, _, _, opaque = SHAPE.unpack_from(data, at)
         if opaque >= count or (table := tables[opaque]) is None:
             break
+        marked = False
         if opcode == SNAPSHOT_START:
             if inside[opaque] != BETWEEN or not table.high:
                 break
@@ -85,8 +87,8 @@ def apply(
             past = found[-1][1] if found else at + HEADER_SIZE
             if not _marks(data, past, opaque, SNAPSHOT_END):
                 break
-            if len(found) > 1:
-                facts = True
+            if len(found) > 1 and found[-1][4] - table.high != len(found):
+                facts = marked = True
                 pending.append(snapshot_start(opaque, found[-1][4]))
             at = past + HEADER_SIZE
         elif inside[opaque] == INSIDE:
@@ -106,7 +108,7 @@ def apply(
                 expiring.append(record)
         changes += len(found)
         if inside[opaque] == BETWEEN:
-            if len(found) > 1:
+            if marked:
                 pending.append(snapshot_end(opaque))
             if found:
                 ends += ACKNOWLEDGED.pack(opaque, table.high)

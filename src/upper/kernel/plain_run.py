@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from struct import Struct
-from typing import Final
+from typing import Any, Final
 
 from upper.kernel.packets import ECHO, Buffer, not_ours, solid, within
 from upper.kernel.plain_commands import (
@@ -75,12 +75,14 @@ class Table:
     A partition is a Table of the kernel that runs: the compiled loops keep its numbers as numbers.
     """
 
-    __slots__ = ("branch", "durable", "first_batch", "high", "items", "last_batch", "written")
+    __slots__ = ("branch", "durable", "first_batch", "high", "id", "items", "last_batch", "purged", "written")
 
     def __init__(self) -> None:
+        self.id: Any = None  # the number of the partition
         self.items = RecordMap()
         self.high = 0  # last seqno given out
         self.durable = 0  # last seqno that responses and consumers may see
+        self.purged = 0  # highest seqno of a deletion that is really gone
         self.written = 0  # last seqno on the local disk; never less than `durable`
         self.first_batch: int | None = None  # the oldest batch with something that no partition file holds
         self.last_batch = 0  # the newest batch with something of this partition

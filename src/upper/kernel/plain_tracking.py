@@ -26,9 +26,37 @@ class CopyProgress:
         self.replicated: Any = 0  # last seqno on the disks of all replicas that are waited for
         self.epoch: Any = 0
         self.waited_for: frozenset[Any] = frozenset()
-        self._held: dict[Any, Any] = {}  # by node: last seqno on its disk, as far as it has acknowledged
-        # Since when a replica that is waited for is behind without progress; None: not known yet.
-        self._silent_since: dict[Any, float | None] = {}
+        self._held: dict[Any, Any] = {}
+        self._silent_since: dict[Any, float] = {}
+
+    def held_by(self, node: Any) -> Any:
+        """The last seqno on the disk of a replica, as far as it has acknowledged; -1: not at all."""
+        return self._held.get(node, -1)
+
+    def hold(self, node: Any, seqno: int) -> None:
+        """A replica has everything up to `seqno` on its disk."""
+        self._held[node] = seqno
+
+    def silent_since(self, node: Any) -> float | None:
+        """Since when a replica is behind without progress; None: it is not, or that is not known yet."""
+        return self._silent_since.get(node)
+
+    def set_silent(self, node: Any, since: float | None) -> None:
+        if since is None:
+            self._silent_since.pop(node, None)
+        else:
+            self._silent_since[node] = since
+
+    def forget(self, held: bool, silent: bool) -> None:
+        """Forget what replicas have acknowledged, or since when they are silent."""
+        if held:
+            self._held.clear()
+        if silent:
+            self._silent_since.clear()
+
+    def tracked(self) -> list[Any]:
+        """The nodes of which something may be known."""
+        return list(self._held | self._silent_since)
 
 
 def wrote(reached: list[tuple[Table, int]], copies: Mapping[Any, Any], now: float) -> list[tuple[Table, int]]:
@@ -36,7 +64,7 @@ def wrote(reached: list[tuple[Table, int]], copies: Mapping[Any, Any], now: floa
     found = []
     for entry in reached:
         table, high = entry
-        copy = copies.get(table.id)  # type: ignore[attr-defined]  # tables are partitions
+        copy = copies.get(table.id)
         if copy is None:
             continue
         found.append(entry)
@@ -45,14 +73,15 @@ def wrote(reached: list[tuple[Table, int]], copies: Mapping[Any, Any], now: floa
             if not copy.waited_for:
                 copy.replicated = high
         for node in copy.waited_for:
-            copy._silent_since.setdefault(node, now)
+            if copy.silent_since(node) is None:
+                copy.set_silent(node, now)
     return found
 
 
 def covered(held: list[tuple[Table, int]], copies: Mapping[Any, Any]) -> bool:
     """Whether all of these partitions are active copies, with watermarks at or above these seqnos."""
     for table, seqno in held:
-        copy = copies.get(table.id)  # type: ignore[attr-defined]
+        copy = copies.get(table.id)
         if copy is None or (copy.replicated < seqno and copy.watermark < seqno):
             return False
     return True
@@ -73,15 +102,12 @@ def acknowledge(
         if copy is None or epochs.get(partition) != copy.epoch or node not in copy.waited_for:
             left.append((partition, seqno))
             continue
-        seqnos = copy._held
-        has = seqnos.get(node, -1)
+        has = copy.held_by(node)
         if seqno > has:
-            has = seqnos[node] = min(seqno, copy.durable)
-            reached = min(seqnos.get(each, 0) for each in copy.waited_for)
+            has = min(seqno, copy.durable)
+            copy.hold(node, has)
+            reached = min(max(copy.held_by(each), 0) for each in copy.waited_for)
             if reached > copy.replicated:
                 copy.replicated = reached
-        if has < copy.durable:
-            copy._silent_since[node] = now
-        else:
-            copy._silent_since.pop(node, None)
+        copy.set_silent(node, now if has < copy.durable else None)
     return left

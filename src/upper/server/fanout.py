@@ -8,6 +8,7 @@ the same opaques share those bytes. A connection is written to once per commit.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -25,22 +26,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class PartitionTail:
+class PartitionTail(kernel.TailProgress):
     """What the live streams of one partition share."""
 
-    __slots__ = ("bytes", "items", "reached", "replicas", "store", "streams", "waiting")
+    store: PartitionStore
+    waiting: dict[Subscription, StreamProducer]  # their snapshot may not be sent yet
+    __slots__ = ("streams",)
 
     def __init__(self, store: PartitionStore, *, replicas: bool) -> None:
-        self.store, self.replicas = store, replicas
-        self.reached = self.limit  # the last seqno that every stream in step has been sent
-        self.items = self.bytes = 0
+        super().__init__(store, replicas=replicas)
         self.streams: dict[Subscription, StreamProducer] = {}  # all that are open, in step or not
-        self.waiting: dict[Subscription, StreamProducer] = {}  # their snapshot may not be sent yet
-
-    @property
-    def limit(self) -> int:
-        """The last seqno that streams may be sent: replicas what is on disk, consumers what was released."""
-        return self.store.written if self.replicas else self.store.durable
 
 
 class SubscriptionSet:
@@ -52,26 +47,30 @@ class SubscriptionSet:
     __slots__ = ("__weakref__", "slots")
 
     def __init__(self, slots: frozenset[int]) -> None:
-        self.slots = {slot >> 32: slot for slot in slots}
+        self.slots = array("q", [-1]) * (1 + (max(slots, default=-1) >> 32))  # by partition
+        for slot in slots:
+            self.slots[slot >> 32] = slot
 
 
 class EncodedCommit:
     """One commit, cut by partition."""
 
-    __slots__ = ("_encoded", "counted", "groups", "tails")
+    __slots__ = ("_cut", "_encoded", "tails")
 
-    def __init__(self, groups: dict[int, list[bytes]], tails: list[PartitionTail]) -> None:
-        self.groups, self.tails = groups, tails
-        self.counted: dict[int, tuple[int, int]] = {}  # by partition: items and bytes sent in step
+    def __init__(self, cut: kernel.CommitGroups, tails: list[PartitionTail]) -> None:
+        self._cut, self.tails = cut, tails
         self._encoded: dict[SubscriptionSet, tuple[bytes, int]] = {}
+
+    @property
+    def groups(self) -> dict[int, list[bytes]]:
+        """Its records by partition."""
+        return self._cut.by_partition
 
     def encoded(self, subscription_set: SubscriptionSet) -> tuple[bytes, int]:
         """The commit for connections with these streams in step, and its number of changes; encoded once."""
         made = self._encoded.get(subscription_set)
         if made is None:
-            data, items, counted = kernel.frame(self.groups, subscription_set.slots)
-            self.counted |= counted
-            made = self._encoded[subscription_set] = (data, items)
+            made = self._encoded[subscription_set] = self._cut.frame(subscription_set.slots)
         return made
 
 
@@ -104,7 +103,7 @@ class Fanout:
         self.commits += 1
         self.changes += len(commit.records)
         if self.open or self.listeners:
-            self._publish(kernel.group(commit.records))
+            self._publish(kernel.CommitGroups(commit.records, self.tails))
         self._due(commit.ticket)
 
     def enter(self, stream: Subscription, listener: StreamProducer) -> None:
@@ -119,24 +118,20 @@ class Fanout:
             self.open -= 1
         stream.tail.waiting.pop(stream, None)
 
-    def _publish(self, groups: dict[int, list[bytes]]) -> None:
-        apart = self._apart(groups)
-        batch = EncodedCommit(groups, self.tails)
-        if groups:
+    def _publish(self, cut: kernel.CommitGroups) -> None:
+        # A flush is offered to the streams of its partition one by one.
+        apart = [(p, list(commit_ranges(all_of, self.tails[p].reached))) for p, all_of in cut.take_flushed()]
+        if len(cut) > len(apart):
+            batch = EncodedCommit(cut, self.tails)
             for listener in tuple(self.listeners):
                 try:
                     listener.on_commit(batch)
                 except Exception:  # noqa: BLE001  see _give_up
                     self._give_up(listener)
-        counted, nothing = batch.counted, (0, 0)
-        for partition, records in groups.items():
+        for partition, records in cut.advance():
             tail = self.tails[partition]
-            items, size = counted.get(partition, nothing)
-            tail.items += items
-            tail.bytes += size
-            if tail.waiting:
-                run = CommitRange(tail.reached + 1, seqno_of(records[-1]), records)
-                self._offer_to(tail, [run], only=tail.waiting)
+            run = CommitRange(tail.reached + 1, seqno_of(records[-1]), records)
+            self._offer_to(tail, [run], only=tail.waiting)
             tail.reached = tail.limit
         for partition, runs in apart:
             tail = self.tails[partition]
@@ -146,12 +141,6 @@ class Fanout:
             tail.reached = tail.limit
             for listener in tuple(self.listeners):
                 listener.on_flush(partition)
-
-    def _apart(self, groups: dict[int, list[bytes]]) -> list[tuple[int, list[CommitRange]]]:
-        """Take out the partitions with a flush: it is offered to their streams one by one."""
-        tails = self.tails
-        flushed = [p for p in groups if (tail := tails[p]).store.purged > tail.reached]
-        return [(p, list(commit_ranges(groups.pop(p), tails[p].reached))) for p in flushed]
 
     def _offer_to(
         self, tail: PartitionTail, ranges: list[CommitRange], *, only: dict[Subscription, StreamProducer]

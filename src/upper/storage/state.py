@@ -27,6 +27,7 @@ def fresh_branch() -> BranchId:
 
 
 class PartitionState(kernel.Table):
+    id: Partition
     __slots__ = (
         "_complete",
         "_log",
@@ -36,11 +37,9 @@ class PartitionState(kernel.Table):
         "compacting",
         "epoch",
         "file",
-        "id",
         "incoming",
         "ownership",
         "purge_at",
-        "purged",
         "sealed",
         "unreadable",
     )
@@ -52,7 +51,6 @@ class PartitionState(kernel.Table):
         self.ownership = Ownership(state.value)
         self.access = Access.OPEN
         self.log = log
-        self.purged = 0  # highest seqno of a deletion that is really gone
         self.incoming: int | None = None  # a replica's unfinished snapshot: where it will end, 0 = unsaid
         self._complete = 0  # where the partition was consistent before that
         self._source_purged: int | None = None  # purge seqno of the copy that sends it, if known
