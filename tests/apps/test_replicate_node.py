@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 import upper
+from tests.client.test_xattrs import write_documents
 from tests.nodes import Node
+from tests.server.inside import Running
 from upper.apps.push.rounds import Push
 from upper.apps.push.tasks import RESERVED
 from upper.apps.replicate.replicate import BucketPair, ReplicationSettings
@@ -55,8 +57,9 @@ def versions(bucket: Bucket) -> Versions:
     return found
 
 
-def pushes(source: Node, target: Node, **settings: object) -> dict[str, Push]:
-    replication = BucketPair(source.url, target.url, ReplicationSettings(**settings))  # type: ignore[arg-type]
+def pushes(source: Node | str, target: Node, **settings: object) -> dict[str, Push]:
+    url = source if isinstance(source, str) else source.url
+    replication = BucketPair(url, target.url, ReplicationSettings(**settings))  # type: ignore[arg-type]
     return replication.pushes(LocalRunner(width=2))
 
 
@@ -74,15 +77,17 @@ def eventually(true: Callable[[], bool], seconds: float = 60.0) -> None:
         tick.wait(0.05)
 
 
+@pytest.mark.parametrize("scheme", ["upr", "couchbase"])
 def test_a_bucket_arrives_with_all_its_metadata_and_a_rollback_is_carried_over(
-    node: Node, other: Node
+    node: Node, other: Node, scheme: str
 ) -> None:
+    url = node.url.replace("upr:", f"{scheme}:")
     with upper.connect(node.url) as source, upper.connect(other.url) as target:
         source.set_many(((f"k{n}", str(n)) for n in range(500)), flags=7)
         source.set("expires", "later", expiry=86400 * 60, flags=3)
         source.delete_many(f"k{n}" for n in range(50))
         source.get_and_lock("k99", 30)
-        directions = pushes(node, other)
+        directions = pushes(url, other)
         settle(directions)
         assert versions(target) == versions(source)
         target.set("k99", "not locked here")  # a lock belongs to a client of its own cluster
@@ -99,7 +104,7 @@ def test_a_bucket_arrives_with_all_its_metadata_and_a_rollback_is_carried_over(
         assert versions(target)[b"k160"][-1] == b"lost"
         for partition, seqno in kept.items():
             source.promote(partition, to=seqno)
-        directions = pushes(node, other)  # another process, which reads everything from the target
+        directions = pushes(url, other)  # another process, which reads everything from the target
         settle(directions)
         assert {**versions(source), **own} == {
             key: version for key, version in versions(target).items() if version[:2] != (1, 1)
@@ -111,6 +116,17 @@ def test_a_bucket_arrives_with_all_its_metadata_and_a_rollback_is_carried_over(
         settle(directions)
         assert target.get("after the flush").value == b"1"
         assert list(target.keys("k")) == []
+
+
+def test_documents_with_extended_attributes_arrive_as_documents(other: Node, tmp_path: Path) -> None:
+    """A node stores no attributes, and refuses values that have them in front."""
+    with Running(tmp_path / "data", partitions=PARTITIONS) as running, upper.connect(other.url) as target:
+        write_documents(running)
+        settle(pushes(f"couchbase://127.0.0.1:{running.port}/default", other))
+        assert {key: target.get(key).value for key in ("with", "without")} == {
+            "with": b'{"a": 1}',
+            "without": b"{}",
+        }
 
 
 def test_a_failover_of_the_target_is_made_up_for(node: Node, other: Node) -> None:
