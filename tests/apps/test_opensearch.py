@@ -159,6 +159,36 @@ def test_an_index_that_was_restored_from_a_snapshot_is_brought_to_the_source(
         source.close()
 
 
+def test_a_lake_is_followed_through_a_rollback(server: str, engine: HttpEngine, tmp_path: Path) -> None:
+    def upper_does(*arguments: str) -> None:
+        command = [sys.executable, "-m", "upper", *arguments, "--once", "--local"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def follow() -> dict[bytes, int]:
+        upper_does("sync", node.url, lake)
+        upper_does("push", lake, f"opensearch://{server}", "--index", "of-a-lake", "--name", "test")
+        return {key: int(found[OURS]["cas"]) for key, found in documents(engine, "of-a-lake").items()}
+
+    lake = str(tmp_path / "lake")
+    with Node(tmp_path / "node", partitions=4) as node, upper.connect(node.url) as bucket:
+
+        def true() -> dict[bytes, int]:
+            return {key: int(meta.cas) for key, meta in bucket.metadata_many(bucket.keys("")).items()}
+
+        bucket.set_many((f"k{n}", json.dumps({"n": n})) for n in range(100))
+        assert follow() == true()
+        kept = bucket.seqnos()
+        bucket.set_many((f"k{n}", '{"n": -1}') for n in range(50, 120))
+        bucket.delete("k7")
+        assert follow() == true()
+        for partition, seqno in kept.items():
+            bucket.promote(partition, to=seqno)
+        bucket.set("after", '{"n": 1}')
+        assert follow() == true()
+        assert len(true()) == 101
+
+
 @settings(max_examples=6)
 @given(story=stories)
 def test_an_index_ends_equal_to_a_source_that_remembers_everything(server: str, story: Story) -> None:

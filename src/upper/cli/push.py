@@ -1,4 +1,4 @@
-"""Push the changes of a bucket to another system, and keep it equal to the bucket.
+"""Push the changes of a bucket or of a lake to another system, and keep it equal to the source.
 
 kafka://HOST:PORT[,HOST:PORT...]/TOPIC gets a record for each change, in Debezium's envelope, and a tombstone
 for each deletion. Each round is one transaction; positions are in the topic TOPIC.upper. This needs the extra
@@ -7,6 +7,8 @@ upper-kv[kafka].
 opensearch://[USER@]HOST[:PORT][,HOST...] with --index gets a document for each key; positions are in the
 index INDEX.upper. opensearchs:// is TLS. Elasticsearch has the same calls. Documents that the index does not
 take are listed in the file of --rejected.
+
+SOURCE is the URL of a bucket, or a lake, which `upper sync` keeps up to date: then no node is needed.
 
 When the source loses changes in a failover, the target is brought to the state of the source. Without --once
 it follows until Ctrl-C or SIGTERM.
@@ -19,11 +21,19 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upper.cli.common import add_bucket, ask_password, number, setting, url_of
+from upper.cli.common import (
+    add_credentials,
+    add_storage_options,
+    ask_password,
+    is_lake,
+    number,
+    setting,
+    url_of,
+)
 from upper.cli.following import add_following, add_metrics, push_settings, run_until_stopped, teller
 from upper.cli.output import ExitCode, Output
 from upper.cli.workers import add_workers, worker_settings
@@ -33,23 +43,30 @@ if TYPE_CHECKING:
     from upper.apps.push.follow import PushTotals
     from upper.apps.push.rounds import PushRound
     from upper.apps.push.tasks import Destination
-    from upper.pipeline.source import BucketSource
+    from upper.pipeline.source import ChangeSource
 
 EXAMPLES = """
 upper push upr://127.0.0.1:11210 kafka://127.0.0.1:9092/shop --once --local
 upper push upr://127.0.0.1:11210 kafka://10.0.0.9:9092/shop --setting security.protocol=SSL
 upper push upr://127.0.0.1:11210 opensearch://127.0.0.1:9200 --index shop --once --local
 upper push upr://127.0.0.1:11210 opensearchs://ann@10.0.0.9 --index shop --rejected rejected.jsonl
+upper push ./lake opensearch://127.0.0.1:9200 --index shop
 """
 SEARCH = ("opensearch", "opensearchs", "elasticsearch", "elasticsearchs")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    add_bucket(parser)
+    parser.add_argument(
+        "url",
+        metavar="SOURCE",
+        help="upr://[USER@]HOST[:PORT][,HOST...][/BUCKET], or a lake",
+    )
+    add_credentials(parser)
+    add_storage_options(parser)
     parser.add_argument(
         "target", metavar="TARGET", help="kafka://HOST:PORT[,HOST...]/TOPIC or opensearch://HOST[:PORT]"
     )
-    add_following(parser, "the bucket's name")
+    add_following(parser, "BUCKET, or lake:BUCKET")
     kafka = parser.add_argument_group("Kafka")
     kafka.add_argument(
         "--setting",
@@ -93,7 +110,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
     show = teller(out)
     with (
-        _source(args) as source,
+        _origin(args) as origin,
         _rejections(args.rejected) as write,
         workers("upper push", worker_settings(args)) as make,
     ):
@@ -102,26 +119,44 @@ def run(args: Namespace, out: Output) -> ExitCode:
             write(rounds)
             show(totals, rounds)
 
-        push = Push(source, _target(args, source), make(), new_history=args.new_history)
+        push = Push(origin.source, _target(args, origin), make(), new_history=args.new_history)
         following = Follow({"there": push}, push_settings(args), tell=tell)
         run_until_stopped(following, out, once=args.once)
     return ExitCode.OK
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What is pushed: the source, and what the target records about it."""
+
+    source: ChangeSource
+    bucket: str
+    partitions: int
+    name: str  # of the positions; a lake may have begun later than the bucket, so the two differ
+
+
 @contextmanager
-def _source(args: Namespace) -> Iterator[BucketSource]:
+def _origin(args: Namespace) -> Iterator[Origin]:
+    if is_lake(args.url):
+        from upper.apps.lake.store import open_store
+        from upper.apps.push.lake import LakeSource
+
+        lake = LakeSource(open_store(args.url, dict(args.storage_option)), prefix=args.prefix)
+        layout = lake.lake.layout
+        yield Origin(lake, layout.bucket, layout.partitions, f"lake:{layout.bucket}")
+        return
     from upper.pipeline.source import BucketSource, Filters
 
     source = BucketSource(url_of(args), filters=Filters(key_prefix=args.prefix or None), name="push")
     try:
-        yield source
+        bucket = source.bucket.address.bucket
+        yield Origin(source, bucket, source.bucket.partitions, bucket)
     finally:
         source.close()
 
 
-def _target(args: Namespace, source: BucketSource) -> Destination:
-    bucket = source.bucket
-    name = args.name or bucket.address.bucket
+def _target(args: Namespace, origin: Origin) -> Destination:
+    name = args.name or origin.name
     if args.prefix:
         name += f":{args.prefix.decode(errors='backslashreplace')}"
     scheme = args.target.partition("://")[0]
@@ -129,7 +164,7 @@ def _target(args: Namespace, source: BucketSource) -> Destination:
         from upper.apps.push.opensearch import IndexOptions, IndexTarget, check_index_name
         from upper.apps.push.search_engine import parse_opensearch
 
-        options = IndexOptions(check_index_name(args.index), name, bucket.partitions)
+        options = IndexOptions(check_index_name(args.index), name, origin.partitions)
         return IndexTarget(parse_opensearch(args.target, lambda user: _password(args, user)), options)
     if scheme != "kafka":
         raise InvalidArguments(
@@ -148,8 +183,8 @@ def _target(args: Namespace, source: BucketSource) -> Destination:
     return kafka_target(
         args.target,
         name=name,
-        bucket=bucket.address.bucket,
-        partitions=bucket.partitions,
+        bucket=origin.bucket,
+        partitions=origin.partitions,
         settings=settings,
         replicas=args.topic_replicas,
     )

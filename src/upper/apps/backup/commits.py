@@ -56,7 +56,6 @@ class StateSource:
 class CommitPlan:
     """How a commit is rebuilt: the states, and the files that have the rows."""
 
-    commit: BackupCommit
     states: Mapping[Partition, StateSource]
     latest: list[DataFile] = field(repr=False)
     changes: list[DataFile] = field(repr=False)
@@ -159,7 +158,7 @@ def plan(lake: Lake, commit: BackupCommit) -> CommitPlan:
             found = StateSource(then.position(partition).seqno, replaced=True)
         if found.end:
             states[partition] = found
-    return CommitPlan(commit, states, latest, changes, replaced or [])
+    return CommitPlan(states, latest, changes, replaced or [])
 
 
 def _still_there(lake: Lake, partition: Partition, then: LakePosition, files: list[DataFile]) -> bool:

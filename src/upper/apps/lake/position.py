@@ -9,7 +9,7 @@ cannot disagree. As JSON, with a version; 64-bit numbers are text:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,9 @@ class LakePosition:
     # Of partitions with a floor: up to this seqno `changes` holds the newest row of each live key, past it
     # every row, so that any commit from here on can be rebuilt from `changes`.
     bases: Mapping[Partition, Seqno] = field(default_factory=dict)
+    # Of partitions that were read again from zero, such as after a flush: the end of that reading. What was
+    # deleted up to here may have no row, so who stood before it has to compare all keys.
+    restarts: Mapping[Partition, Seqno] = field(default_factory=dict)
 
     def known(self, partition: Partition) -> ResumePoints:
         """A partition's position, with the failover log under which it was reached."""
@@ -62,6 +65,15 @@ class LakePosition:
         floors = {partition: floor for partition, floor in self.floors.items() if partition not in whole}
         bases = {partition: base for partition, base in self.bases.items() if partition not in whole}
         return replace(self, rollbacks={**self.rollbacks, **counts}, floors=floors, bases=bases)
+
+    def restarted(self, partitions: Iterable[Partition]) -> LakePosition:
+        """The position after these partitions were read again from zero, up to where they are now."""
+        ends = {partition: self.position(partition).seqno for partition in partitions}
+        return replace(self, restarts={**self.restarts, **ends}) if ends else self
+
+    def every_change_past(self, partition: Partition) -> Seqno:
+        """The seqno past which `changes` has every change of a partition, or a later one of its key."""
+        return max(self.floor(partition), self.restarts.get(partition, ZERO))
 
     def trimmed(self, floors: Mapping[Partition, Seqno]) -> LakePosition:
         """The position after all rows up to these seqnos were removed."""
@@ -96,6 +108,7 @@ class LakePosition:
             mixed(self.rollbacks, to.rollbacks),
             mixed(self.floors, to.floors),
             mixed(self.bases, to.bases),
+            mixed(self.restarts, to.restarts),
         )
 
     def lacking(
@@ -128,17 +141,22 @@ class LakePosition:
         json = changed._json(DIFFERENCE, encode(self.places, base=before.places))
         if self.bases != before.bases:
             json["bases"] = _texts(self.bases)  # as a whole: it changes with a prune or a trim only
+        if self.restarts != before.restarts:
+            json["restarts"] = _texts(self.restarts)
         return {**json, "since": since}
 
     def _json(self, version: int, positions: dict[str, str]) -> dict[str, Any]:
-        json = {
+        json: dict[str, Any] = {
             "version": version,
             "batch": self.batch,
             "positions": positions,
             "rollbacks": {str(partition): count for partition, count in sorted(self.rollbacks.items())},
             "floors": _texts(self.floors),
         }
-        return {**json, "bases": _texts(self.bases)} if self.bases else json
+        for name, seqnos in (("bases", self.bases), ("restarts", self.restarts)):
+            if seqnos:
+                json[name] = _texts(seqnos)
+        return json
 
     @classmethod
     def from_json(cls, data: Any, *, where: str, base: LakePosition | None = None) -> LakePosition:
@@ -152,6 +170,7 @@ class LakePosition:
             base = base or cls()
             floors = _seqnos(data["floors"])
             bases = _seqnos(data["bases"]) if "bases" in data else base.bases
+            restarts = _seqnos(data["restarts"]) if "restarts" in data else base.restarts
             rollbacks = {Partition(int(key)): int(count) for key, count in data["rollbacks"].items()}
             return cls(
                 batch=int(data["batch"]),
@@ -159,6 +178,7 @@ class LakePosition:
                 rollbacks={**base.rollbacks, **rollbacks},
                 floors={p: floor for p, floor in {**base.floors, **floors}.items() if floor},
                 bases=bases,
+                restarts=restarts,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadCheckpoint(

@@ -225,7 +225,8 @@ class Sync:
             if not (moved or done.add or done.remove):
                 return
             back = {p: plan.keep.position.seqno for p, plan in gone.items()}
-            reached = lake_position.rolled_back(back).moved(moved)
+            again = [p for p, to in back.items() if not to]
+            reached = lake_position.rolled_back(back).moved(moved).restarted(again)
             self.lake.commit_changes(
                 add=done.add, remove=done.remove, lake_position=reached, lost=done.lost, kept=back
             )
