@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,3 +34,13 @@ def test_a_module_reads_records_by_the_names_of_their_offsets(path: Path) -> Non
 @pytest.mark.parametrize("text", ["record[1]", "entry[16:24]", "packet[at + 6]", "record[24 + size :]"])
 def test_an_offset_is_found_however_it_is_written(text: str) -> None:
     assert len(list(offsets(text))) == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SOURCE.rglob("*.py") if path.relative_to(SOURCE).parts[0] not in {"record", "wire"}],
+    ids=lambda path: str(path.relative_to(SOURCE)),
+)
+def test_the_header_of_a_packet_is_declared_in_record_and_wire_alone(path: Path) -> None:
+    """Magic, opcode and key length begin every packet: `>BBH`, or `>xBH` with bytes left out."""
+    assert re.findall(r'Struct\(">[Bx][Bx]H[^"]*"', path.read_text()) == []

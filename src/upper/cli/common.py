@@ -125,7 +125,6 @@ def reach(args: Namespace, name: str) -> Bucket:
 def url_of(args: Namespace) -> str:
     """The URL of the arguments with the password in it: this process and Spark's workers log in with it."""
     from dataclasses import replace
-    from urllib.parse import quote
 
     from upper.client.url import parse_url
 
@@ -139,10 +138,17 @@ def url_of(args: Namespace) -> str:
             raise InvalidArguments("--password-file needs a user; give --user NAME, or write upr://NAME@HOST")
         return str(args.url)
     password = address.read_password() if address.password is not None else ask_password(address.user)
-    scheme, _, rest = str(args.url).partition("://")
+    return with_login(str(args.url), address.user, password)
+
+
+def with_login(url: str, user: str, password: str) -> str:
+    """The URL of a bucket with this user and password, instead of those that it has."""
+    from urllib.parse import quote
+
+    scheme, _, rest = url.partition("://")
     authority, slash, path = rest.partition("/")
     host = authority.rpartition("@")[2]
-    return f"{scheme}://{quote(address.user, safe='')}:{quote(password, safe='')}@{host}{slash}{path}"
+    return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}{slash}{path}"
 
 
 def ask_password(user: str, *, variable: str = "UPPER_PASSWORD", option: str = "--password-file") -> str:

@@ -68,10 +68,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
             bucket.wait_until_durable(key, stored, persist=args.persist, replicate=args.replicate)
         partition = bucket.partition_of(key)
     if args.token:
-        out.show(
-            {"token": f"{partition}:{stored.seqno}@{stored.branch}"},
-            text=f"{partition}:{stored.seqno}@{stored.branch}",
-        )
+        out.show({"token": stored.token}, text=stored.token)
         return ExitCode.OK
     out.show(
         {

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from upper.cli.durations import seconds
 from upper.errors import InvalidArguments
@@ -121,6 +121,7 @@ class _ConfigReader:
         return LakeConfig(name or store.name, self._url(data, where), store, settings)
 
     def _url(self, data: Mapping[str, Any], where: str) -> str:
+        from upper.cli.common import with_login
         from upper.client.url import parse_url
 
         url = self._text(data, "bucket", where)
@@ -138,10 +139,7 @@ class _ConfigReader:
             raise self._wrong(f"{where} needs password-file or password-env for the user {user}")
         kind = sources[0].removeprefix("password-")
         password = self._referred({kind: data[sources[0]]}, sources[0], where)
-        scheme, _, rest = url.partition("://")
-        authority, slash, path = rest.partition("/")
-        host = authority.rpartition("@")[2]
-        return f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}{slash}{path}"
+        return with_login(url, user, password)
 
     def _storage(self, data: Mapping[str, Any], where: str) -> dict[str, str]:
         options = {}

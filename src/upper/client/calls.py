@@ -85,6 +85,18 @@ class Stored(NamedTuple):
     seqno: Seqno | None = None
     partition: Partition | None = None
 
+    @property
+    def token(self) -> str:
+        """The token as text, for `upper query --after`: PARTITION:SEQNO@BRANCH."""
+        if self.partition is None or self.seqno is None or self.branch is None:
+            raise InvalidArguments("this write has no token; `set_many` returns none, `set` does")
+        return token_text(self.partition, self.seqno, self.branch)
+
+
+def token_text(partition: Partition, seqno: Seqno, branch: BranchId) -> str:
+    """A write as text: its partition, its seqno, and the branch that it was written under."""
+    return f"{partition}:{seqno}@{branch}"
+
 
 class WriteCopies(NamedTuple):
     """The copies that have a write."""

@@ -7,7 +7,6 @@ An entry of a partition is a record, or the location of one whose value is not i
 from __future__ import annotations
 
 from array import array
-from struct import Struct
 from typing import Final, TypeAlias
 
 from upper.errors import BadLength, RemoteProtocolError, Truncated
@@ -19,6 +18,7 @@ from upper.record.layout import (
     MUTATION,
     MUTATION_EXTRAS,
     REQUEST,
+    SHAPE,
 )
 from upper.wire.packet import bad_length as bad_length
 from upper.wire.packet import bad_magic as bad_magic
@@ -40,10 +40,6 @@ INSIDE: Final = 1  # a snapshot whose beginning the journal has
 DCP_EXTRAS: Final = {MUTATION: (31,), DELETION: (18, 21), EXPIRATION: (18, 20)}
 AT_DCP_META: Final = HEADER_SIZE + MUTATION_EXTRAS
 NANOSECONDS: Final = 1_000_000_000  # a CAS is a time in nanoseconds, so a deletion's CAS has its time
-
-ECHO: Final = Struct(">BBHBBHI4sQ")  # the whole header; the opaque as bytes, to be echoed
-SHAPE: Final = Struct(">BBHBxxxII8x")  # magic, opcode, key length, extras length, total body, opaque
-CHANGE: Final = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
 
 
 # ── What a caller gave ────────────────────────────────────────────────────────────────────────────

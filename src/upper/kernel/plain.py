@@ -10,7 +10,6 @@ from array import array
 from typing import Final
 
 from upper.kernel.packets import (
-    CHANGE,
     NANOSECONDS,
     Buffer,
     check_record,
@@ -55,6 +54,7 @@ from upper.record.layout import (
     AT_OPCODE,
     AT_PARTITION,
     AT_SEQNO,
+    CHANGE,
     DELETION,
     DELETION_EXTRAS,
     DELETION_HEAD,

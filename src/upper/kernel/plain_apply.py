@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from upper.kernel.packets import BETWEEN, CHANGE, INSIDE, SHAPE, Buffer, solid, within
+from upper.kernel.packets import BETWEEN, INSIDE, Buffer, solid, within
 from upper.kernel.plain_run import Table
 from upper.record.change import snapshot_end, snapshot_start
 from upper.record.layout import (
@@ -18,6 +18,7 @@ from upper.record.layout import (
     AT_EXPIRATION,
     AT_LOCK_TIME,
     AT_OPAQUE,
+    CHANGE,
     DELETION,
     DELETION_EXTRAS,
     DELETION_HEAD,
@@ -32,6 +33,7 @@ from upper.record.layout import (
     NO_EXPIRATION,
     NO_OPAQUE,
     REQUEST,
+    SHAPE,
     SNAPSHOT_END,
     SNAPSHOT_START,
 )

@@ -8,22 +8,13 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from upper.kernel.packets import (
-    CHANGE,
-    Buffer,
-    Columns,
-    check_range,
-    flat,
-    no_branch,
-    numbers,
-    solid,
-    within,
-)
+from upper.kernel.packets import Buffer, Columns, check_range, flat, no_branch, numbers, solid, within
 from upper.kernel.plain_scan import records, whole
 from upper.record.layout import (
     AT_BODY,
     AT_DATA_TYPE,
     AT_FLAGS,
+    CHANGE,
     HEADER_SIZE,
     MUTATION,
     OPERATIONS,

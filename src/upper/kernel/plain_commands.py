@@ -9,7 +9,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-from upper.kernel.packets import ECHO, NOT_FOUND
+from upper.kernel.packets import NOT_FOUND
 from upper.record.layout import (
     AT_CAS,
     AT_DATA_TYPE,
@@ -18,6 +18,7 @@ from upper.record.layout import (
     AT_LOCK_TIME,
     AT_REVISION,
     DELETION_EXTRAS,
+    ECHO,
     HEAD,
     MAX_CAS,
     MUTATION,

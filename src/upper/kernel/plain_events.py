@@ -12,10 +12,13 @@ from typing import Any, Protocol, TypeVar
 from upper.kernel.packets import AT_DCP_META, Buffer, solid, within
 from upper.kernel.plain_scan import packets
 from upper.record.layout import (
+    AT_DATA_TYPE,
+    AT_FLAGS,
+    CHANGE,
     EXPIRATION,
-    HEADER,
     HEADER_SIZE,
     MUTATION,
+    TAIL,
     U16,
 )
 from upper.wire.codes import DataType
@@ -54,7 +57,8 @@ def events(
     for begin, past, opcode, klen, opaque in packets(data, start, end, (1 << 31) - 1, dcp):
         if opcode < 0 or not klen:
             break
-        _, _, _, extras, data_type, partition, _, _, cas = HEADER.unpack_from(data, begin)
+        _, _, _, extras, partition, _, cas, seqno, revision = CHANGE.unpack_from(data, begin)
+        data_type = data[begin + AT_DATA_TYPE]
         if data_type & DataType.XATTR:
             break
         consumer = consumers.get(opaque)
@@ -62,7 +66,6 @@ def events(
             break
         key_at = begin + HEADER_SIZE + extras
         value_at = key_at + klen
-        seqno, revision = (int.from_bytes(data[begin + i : begin + i + 8], "big") for i in (24, 32))
         fields: dict[str, object] = {
             "partition": partition,
             "seqno": seqno,
@@ -76,9 +79,7 @@ def events(
             value_end = past - (U16.unpack_from(data, begin + AT_DCP_META)[0] if dcp else 0)
             if value_end < value_at:
                 break
-            flags, expiration, lock_time = (
-                int.from_bytes(data[begin + i : begin + i + 4], "big") for i in (40, 44, 48)
-            )
+            flags, expiration, lock_time = TAIL.unpack_from(data, begin + AT_FLAGS)
             fields |= {
                 "value": data[value_at:value_end],
                 "flags": flags,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Final
 
-from upper.kernel.packets import ECHO, Buffer, not_ours, solid, within
+from upper.kernel.packets import Buffer, not_ours, solid, within
 from upper.kernel.plain_commands import (
     EXTENDS,
     LAST_SECOND,
@@ -35,6 +35,7 @@ from upper.record.layout import (
     AT_REVISION,
     AT_SEQNO,
     DELETION,
+    ECHO,
     HEADER_SIZE,
     MAX_CAS,
     MAX_KEY,

@@ -9,9 +9,7 @@ from typing import Final
 from upper.kernel.packets import (
     AT_DCP_META,
     DCP_EXTRAS,
-    ECHO,
     MAX_RANGE,
-    SHAPE,
     Buffer,
     bad_change,
     bad_length,
@@ -34,6 +32,7 @@ from upper.record.layout import (
     AT_SEQNO,
     DELETION,
     DELETION_EXTRAS,
+    ECHO,
     EXPIRATION,
     HEADER_SIZE,
     MAX_BODY,
@@ -42,6 +41,7 @@ from upper.record.layout import (
     NO_OPAQUE,
     REQUEST,
     RESPONSE,
+    SHAPE,
     U64,
 )
 

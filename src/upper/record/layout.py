@@ -55,9 +55,12 @@ MAX_BODY: Final = MAX_VALUE + HEADROOM
 MAX_CAS: Final = (1 << 64) - 1
 
 HEADER: Final = Struct(">BBHBBHIIQ")
+ECHO: Final = Struct(">BBHBBHI4sQ")  # the same with the opaque as bytes, to be sent back
+SHAPE: Final = Struct(">BBHBxxxII8x")  # magic, opcode, lengths, total body, opaque
 ANSWERED: Final = Struct(">xB4xH4xIQ")  # of a header: opcode, status, opaque, cas
 HEAD: Final = Struct(">BBHBBHIIQQQ")  # header, seqno, revision
-LIVE_HEAD: Final = Struct(">BBHBBHIIQQQIII")  # the same, and flags, expiration, lock time
+CHANGE: Final = Struct(">BBHBxHI4xQQQ")  # magic, opcode, lengths, partition, body, cas, seqno, revision
+LIVE_HEAD: Final = Struct(">BBHBBHIIQQQIII")  # HEAD, and flags, expiration, lock time
 META: Final = Struct(">QQQ")  # cas, seqno, revision, at AT_CAS
 EXTRAS: Final = Struct(">QQ")  # seqno, revision, at AT_SEQNO
 LIVE_EXTRAS: Final = Struct(">QQIII")  # the same, and flags, expiration, lock time

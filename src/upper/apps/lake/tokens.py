@@ -20,7 +20,7 @@ from upper.apps.lake.position import LakePosition
 from upper.apps.lake.schema import CHANGES, LOST
 from upper.apps.lake.store import Place
 from upper.apps.lake.tables import LakeTable
-from upper.client.calls import Stored
+from upper.client.calls import Stored, token_text
 from upper.client.position_codec import ResumePoints
 from upper.errors import InvalidArguments, TimedOut, UpperError
 from upper.model.values import MAX_SEQNO, ZERO, BranchId, Partition, Seqno
@@ -53,7 +53,7 @@ class WriteToken:
     branch: BranchId
 
     def __str__(self) -> str:
-        return f"{self.partition}:{self.seqno}@{self.branch}"
+        return token_text(self.partition, self.seqno, self.branch)
 
     def seen(self, known: ResumePoints) -> Seen:
         """Whether a history with this position has the write."""
@@ -84,12 +84,8 @@ def tokens_of(given: Iterable[str | Stored | WriteToken]) -> list[WriteToken]:
 
 
 def _tokens(given: str | Stored) -> list[WriteToken]:
-    if isinstance(given, Stored):
-        if given.partition is None or given.branch is None or given.seqno is None:
-            raise InvalidArguments("this write has no token; `set_many` returns none, `set` does")
-        return [WriteToken(given.partition, given.seqno, given.branch)]
     found = []
-    for text in given.split(","):
+    for text in (given.token if isinstance(given, Stored) else given).split(","):
         match = TOKEN.fullmatch(text.strip())
         if match is None:
             raise InvalidArguments(f"{text!r} is not a token; `upper set --token` prints one, as 528:201@77")
