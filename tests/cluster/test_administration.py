@@ -127,12 +127,14 @@ def test_a_rebalance_is_planned_shown_started_and_cancelled(
     gained = [row for row in plan if "n3" in row["add"]]
     assert len(gained) in (5, 6), "a third of 16 copies"
     assert read_state(store).rebalance is None, "a plan changes nothing"
-    output(capsys, "rebalance", store.place, "--no-wait")
+    output(capsys, "rebalance", store.place, "--no-wait", "--rate", "2M", "--at-once", "7")
     running = read_state(store).rebalance
     assert running is not None
     assert running.total == len(plan)
     shown = json.loads(output(capsys, "status", store.place, "--json"))
     assert shown["rebalance"]["total"] == len(plan)
+    assert (shown["rebalance"]["at_once"], shown["rebalance"]["rate"]) == (7, 2 << 20)
+    assert "7 at once per node and 2,097,152 bytes per second" in output(capsys, "status", store.place)
     assert len(shown["moves"]) == len(plan)
     assert "a rebalance is running" in refusal(
         capsys, "rebalance", store.place, "--remove", "n3", "--no-wait"

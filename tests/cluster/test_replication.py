@@ -12,6 +12,8 @@ import pytest
 from tests.cluster.replicas import ACTIVE, REPLICA, THIRD, Member, difference, entry, equal, run, until
 from tests.server.inside import Held
 from tests.server.peers import Peer
+from upper.cluster.active_copy import ActiveCopy
+from upper.cluster.bucket_map import BucketSettings, Epoch, PartitionEntry
 from upper.cluster.replica_connection import LinkState, ReplicaSettings
 from upper.history.resume import Resume, decide
 from upper.model.values import Partition, Position, Seqno, State, partition_of
@@ -326,6 +328,33 @@ def test_the_window_bounds_what_a_replica_with_a_slow_disk_has_received(tmp_path
         disk.released.set()
         await equal(active, copy)
         assert link.unwritten.size == 0
+        await copy.stop()
+        await active.stop()
+
+    run(main)
+
+
+def test_the_pace_of_copies_does_not_hold_back_a_replica_that_writes_wait_for(tmp_path: Path) -> None:
+    waited_for = PartitionEntry(Epoch(1), ACTIVE, (REPLICA,), frozenset((ACTIVE, REPLICA)))
+
+    async def main() -> None:
+        active, copy = await two(tmp_path)
+        fill(active)
+        await active.bucket.saved()
+        for number in (1, 3):  # the queue has both kinds in turn
+            written = Seqno(active[number].written)
+            active.copies[Partition(number)] = ActiveCopy(ACTIVE, waited_for, written, BucketSettings())
+        pace, limit = active.replication.pace, [1]
+        pace.rate = lambda: limit[0] or None
+        pace.sent(10_000)  # at one byte per second nothing more may be sent for hours
+        copy.follow(active)
+        await until(lambda: all(active.copies[Partition(n)].watermark == active[n].high for n in (1, 3)))
+        assert copy[0].high == copy[2].high == 0, "these are copies that no write waits for"
+        active[1].write(b"meanwhile", b"x")
+        await until(lambda: active.copies[Partition(1)].watermark == active[1].high)
+        assert copy[0].high == copy[2].high == 0
+        limit[0] = 0
+        await equal(active, copy)
         await copy.stop()
         await active.stop()
 

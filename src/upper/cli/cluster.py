@@ -132,6 +132,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="partitions that one node copies at a time (%(default)s)",
     )
+    rebalance.add_argument(
+        "--rate",
+        type=_rate,
+        metavar="SIZE",
+        help="bytes per second that one node sends to new copies, like 50M (no limit)",
+    )
     rebalance.add_argument("--no-wait", action="store_true", help="return once it has started")
 
     failover = add("failover", "let other copies take over the partitions of a node that is away")
@@ -198,6 +204,22 @@ def _create(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
     return ExitCode.OK
 
 
+def _rate(text: str) -> int:
+    """`50M` in bytes per second."""
+    from argparse import ArgumentTypeError
+
+    from upper.cli.serve import size
+    from upper.errors import UpperError
+
+    try:
+        rate = size(text)
+    except UpperError as error:
+        raise ArgumentTypeError(str(error)) from None
+    if rate < 1:
+        raise ArgumentTypeError(f"{text} is not a rate; use 1 byte per second or more")
+    return rate
+
+
 def _rebalance(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
     from upper.cluster.administration import cancel_rebalance, planned, start_rebalance
     from upper.cluster.members import read_state
@@ -210,7 +232,7 @@ def _rebalance(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
     if state.rebalance is not None and not args.remove and not args.dry_run:
         out.note("a rebalance is running already")  # it is shown below
     else:
-        plan = planned(state, remove=args.remove, at_once=args.at_once)
+        plan = planned(state, remove=args.remove, at_once=args.at_once, rate=args.rate)
         if args.dry_run:
             _show_plan(plan, state, out)
             return ExitCode.OK

@@ -82,7 +82,9 @@ def change_map(
 # ── Rebalance ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def planned(state: ClusterState, *, remove: Collection[str] = (), at_once: int = AT_ONCE) -> Rebalance:
+def planned(
+    state: ClusterState, *, remove: Collection[str] = (), at_once: int = AT_ONCE, rate: int | None = None
+) -> Rebalance:
     """The rebalance over all members except those to remove."""
     settings = bucket_of(state).settings
     leaving = [state.named(name) for name in remove]
@@ -96,7 +98,8 @@ def planned(state: ClusterState, *, remove: Collection[str] = (), at_once: int =
     require_nodes(len(staying), settings.replicas, "would be left" if leaving else "have joined")
     for member in leaving:
         _require_other_copies(state, member)
-    return plan_rebalance(state, staying, remove=[member.id for member in leaving], at_once=at_once)
+    removed = [member.id for member in leaving]
+    return plan_rebalance(state, staying, remove=removed, at_once=at_once, rate=rate)
 
 
 def _require_other_copies(state: ClusterState, member: MemberRecord) -> None:

@@ -115,6 +115,7 @@ def plan_rebalance(
     *,
     remove: Collection[NodeId] = (),
     at_once: int = AT_ONCE,
+    rate: int | None = None,
     reason: str = "requested",
 ) -> Rebalance:
     """The rebalance that spreads the bucket over these nodes."""
@@ -123,7 +124,7 @@ def plan_rebalance(
         raise ClusterError("the cluster has no bucket yet; create one with `upper cluster create`")
     target = placement.target(state.placed(nodes), bucket_map.settings, bucket_map)
     total = len(placement.moves(bucket_map, target))
-    return Rebalance(target, tuple(remove), at_once, total, reason)
+    return Rebalance(target, tuple(remove), at_once, total, reason, rate)
 
 
 class Controller:

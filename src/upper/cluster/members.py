@@ -80,6 +80,7 @@ class Rebalance:
     at_once: int = AT_ONCE  # partitions that one node copies at a time, and hands over at a time
     total: int = 0  # moves when it began, to show progress
     reason: str = "requested"
+    rate: int | None = None  # bytes per second that one node sends to new copies; None: no limit
 
     def remaining(self, bucket_map: BucketMap) -> list[Move]:
         return moves(bucket_map, self.target)
@@ -94,6 +95,7 @@ class Rebalance:
             "at_once": self.at_once,
             "total": self.total,
             "reason": self.reason,
+            "rate": self.rate,
         }
         return json.dumps(content, separators=(",", ":")).encode()
 
@@ -108,6 +110,7 @@ class Rebalance:
                 int(content["at_once"]),
                 int(content["total"]),
                 str(content["reason"]),
+                None if content.get("rate") is None else int(content["rate"]),
             )
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ClusterError(

@@ -158,6 +158,8 @@ class ClusterNode:
                 return None if copies.view is None else copies.view.bucket_map
 
             actions.begin(copies.active, followed)
+            assert node.replication is not None
+            node.replication.pace.rate = self._copy_rate
             await node.start()
         except BaseException:
             bucket.close()
@@ -173,6 +175,10 @@ class ClusterNode:
             return Controller(member.id, store, ask, time.monotonic, self._control)
 
         self._coordinator.drive(copies, controller, actions.lease)
+
+    def _copy_rate(self) -> int | None:
+        running = self._coordinator.state.rebalance
+        return None if running is None else running.rate
 
     async def stop(self) -> None:
         if self._links is None:

@@ -60,6 +60,8 @@ def described(state: ClusterState, reports: Mapping[NodeId, NodeReport]) -> dict
             "total": running.total,
             "done": max(0, running.total - len(left)),
             "remove": [state.name_of(node) for node in running.remove],
+            "at_once": running.at_once,
+            "rate": running.rate,
         }
         document["moves"] = [
             {
@@ -126,6 +128,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"UNAVAILABLE: {gone} partitions have no active copy that is alive")
     if (running := document["rebalance"]) is not None:
         lines.append(
-            f"rebalance ({running['reason']}): {running['done']} of {running['total']} moves are done"
+            f"rebalance ({running['reason']}): {running['done']} of {running['total']} moves are done, "
+            f"{running['at_once']} at once per node"
+            + (f" and {running['rate']:,} bytes per second" if running["rate"] else "")
         )
     return lines

@@ -25,6 +25,7 @@ from upper.errors import NotAllowed, NotMyPartition, TemporaryFailure, UpperErro
 from upper.history.partition_state import Access, Ownership, StateCue
 from upper.model.values import NO_BRANCH, ZERO, BranchId, Epoch, NodeId, Partition, Seqno
 from upper.server.fanout import Fanout
+from upper.server.pace import CopyPace
 from upper.server.settings import is_loopback
 from upper.storage import Commit, PartitionStore, fresh_branch
 
@@ -86,6 +87,10 @@ class TrackedCopy(Protocol):
     @property
     def entry(self) -> MapEntry: ...
     @property
+    def waited_for(self) -> frozenset[NodeId]:
+        """The replicas whose acknowledgement is needed."""
+
+    @property
     def watermark(self) -> Seqno:
         """Responses and consumers may see changes up to here."""
 
@@ -121,6 +126,7 @@ class Replication:
         self.node, self.bucket = node, node.bucket
         self.active = active
         self.fanout = Fanout(node.bucket, replicas=True)
+        self.pace = CopyPace(node.now)
         self.serving = False
         self._allowed = False  # by the cluster
         self._lease_until = inf  # as the monotonic clock has it, which perf_counter reads
@@ -187,6 +193,11 @@ class Replication:
         """A replica stream was opened after `seqno`."""
         self.active[partition].attached(node, epoch, seqno, self.node.now())
         self._progressed()
+
+    def pace_of(self, partition: Partition, node: NodeId) -> CopyPace | None:
+        """What limits the rate at which a replica is filled; None if writes wait for this replica."""
+        copy = self.active.get(partition)
+        return None if copy is None or node in copy.waited_for else self.pace
 
     def acknowledged(self, node: NodeId, epochs: Mapping[int, Epoch], pairs: bytes) -> None:
         """A replica has these snapshot ends on its disk. Raises if one has another epoch; others count."""

@@ -41,6 +41,7 @@ from upper.wire.stream_encoder import SHARED
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
+    from upper.server.pace import CopyPace
     from upper.storage import PartitionStore
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class StreamProducer(StreamOutput):
         # States that the consumer has not confirmed, by the opaque of what confirms them, and since when.
         self._unconfirmed: dict[int, tuple[Subscription, float]] = {}
         self._closed = False
+        self._pausing = False  # all that is left has to wait for its pace
 
     def add(self, stream: Subscription) -> None:
         """Open a stream whose request was accepted."""
@@ -221,6 +223,10 @@ class StreamProducer(StreamOutput):
 
     # What another dialect does differently.
 
+    def _pace_of(self, stream: Subscription) -> CopyPace | None:
+        """What limits the rate at which a stream is read from the store; None: nothing."""
+        return None
+
     def _takes(self, stream: Subscription, records: list[bytes]) -> bool:
         """True if a commit may be sent at once; else it is read from the store, piece by piece."""
         return stream.filter.condition is None or sum(map(len, records)) <= PARSED
@@ -332,7 +338,11 @@ class StreamProducer(StreamOutput):
         budget = self.node.settings.streams.turn
         reading = False
         while self._queue and budget > 0 and self._has_room and perf_counter() < until:
-            stream = self._queue[0]
+            stream, pace, wait = self._next()
+            if wait:
+                reading = True
+                self._continue_after(wait)
+                break
             if stream.todo is Todo.SEND and not self._ready(stream):
                 reading = True  # from the disk, beside the loop; it schedules this connection when it is done
                 break
@@ -344,11 +354,37 @@ class StreamProducer(StreamOutput):
                 self.stop(stream, EndReason.BACKFILL_FAILED)
                 continue
             budget -= cost
+            if pace is not None:
+                pace.sent(cost)
             if cost >= DIRECT:
                 self.flush()  # so that the transport reports whether the peer reads
         self.flush()
         if self._queue and self._has_room and not reading:
             self._schedule()
+
+    def _continue_after(self, wait: float) -> None:
+        if not self._pausing:
+            self._pausing = True
+            self.node.loop.call_later(wait, self._continue)
+
+    def _continue(self) -> None:
+        self._pausing = False
+        self._schedule()
+
+    def _next(self) -> tuple[Subscription, CopyPace | None, float]:
+        """The stream to continue with, its pace, and how long to wait before. It is first in the queue then.
+
+        A stream that has to wait for its pace lets those without one go first.
+        """
+        first, wait = self._queue[0], 0.0
+        for stream in self._queue:
+            pace = self._pace_of(stream)
+            if pace is None or not (wait := pace.wait()):
+                if stream is not first:
+                    self._queue.remove(stream)
+                    self._queue.appendleft(stream)
+                return stream, pace, 0.0
+        return first, None, wait
 
     def _ready(self, stream: Subscription) -> bool:
         return stream.changes is None or bool(stream.rest) or stream.changes.ready(self._schedule)

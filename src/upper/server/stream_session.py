@@ -64,6 +64,7 @@ from upper.wire.upr import UPR
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
+    from upper.server.pace import CopyPace
     from upper.server.replication import Replication
     from upper.storage import PartitionStore
 
@@ -331,6 +332,10 @@ class StreamSession(StreamProducer):
         if message.name == b"connection_buffer_size" and self.window.resize(self.controls.window):
             self._schedule()
         self._respond(Acknowledged(opcode=0x5E, opaque=message.opaque))
+
+    def _pace_of(self, stream: Subscription) -> CopyPace | None:
+        replication, replica = self.node.replication, self.controls.replica
+        return replication.pace_of(stream.partition, replica) if replication and replica else None
 
     def _replication(self) -> Replication:
         """For a peer that replicates; refused where it is no node of the cluster."""

@@ -1,0 +1,33 @@
+"""The pace at which this node sends the copies of a rebalance: at most a number of bytes per second.
+
+What replicas that are waited for need is never held back: a write would wait for it. One sender at a time may
+exceed the pace by one chunk; the next one waits until that is paid off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class CopyPace:
+    """When the next bytes of copies may be sent, over all connections of the node."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._free_at = 0.0
+        self.rate: Callable[[], int | None] = lambda: None  # bytes per second; None: no limit
+
+    def wait(self) -> float:
+        """Seconds until something may be sent; 0 if it may be now."""
+        rate = self.rate()
+        if not rate:
+            return 0.0
+        # A limit that has been raised since counts at once, for at most a second of waiting.
+        return max(0.0, min(self._free_at - self._now(), 1.0))
+
+    def sent(self, size: int) -> None:
+        """Count bytes that were sent."""
+        if rate := self.rate():
+            self._free_at = max(self._now(), self._free_at) + size / rate
+        else:
+            self._free_at = 0.0
