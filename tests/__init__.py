@@ -1,1 +1,1 @@
-"""The tests mirror the tree of `src/upper`; beside the mirror stand stories and rules of the whole."""
+"""The tests mirror the tree of `src/upper`; `scenarios`, `fuzz` and `docs` cover several packages at once."""

@@ -1,4 +1,4 @@
-"""A real node in a process of its own, for tests of anything that talks to one.
+"""A real node in a process of its own, for tests of anything that connects to one.
 
 `Node` starts `upper serve` on a free port in a directory of the caller's, reads the ready line, and can be
 stopped (SIGTERM), killed (SIGKILL) and started again on the same data and the same port. Nothing is

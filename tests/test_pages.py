@@ -1,4 +1,4 @@
-"""Pages lead somewhere, are listed, and agree with the code where they repeat it."""
+"""Links of pages work, pages are listed, and agree with the code where they repeat it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bucket that remembers everything, to hold a lake against: lists and dictionaries, nothing else.
+"""A model of a bucket that keeps its whole history, to compare a lake with: lists and dictionaries only.
 
 Every operation ever done is kept with a CAS of its own, so "is this change still true" is a question of
 membership, answered without any rule of the code under test except the producer's own `decide`.

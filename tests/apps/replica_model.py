@@ -1,4 +1,4 @@
-"""Two buckets that remember everything, as source and as target of a replication.
+"""Two model buckets that keep their whole history, as source and target of a replication.
 
 `ReplicaBucket` is a `ModelBucket` with the calls of the client that a target uses. Conflicts are decided by
 the rule of the protocol, written down here a second time.

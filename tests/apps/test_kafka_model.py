@@ -1,4 +1,4 @@
-"""A topic held against a bucket that remembers everything: rollbacks, and crashes between any two steps."""
+"""A topic compared with a bucket that keeps its history: rollbacks, and crashes between any two steps."""
 
 from __future__ import annotations
 

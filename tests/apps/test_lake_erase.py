@@ -1,4 +1,4 @@
-"""Erasing a key: nothing of it is left in any file of the lake, and the lake stays true."""
+"""Erasing a key: nothing of it is left in any file of the lake, and the lake stays correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lakes that keep `changes` only, or `latest` only: half as large, and as true."""
+"""Lakes that keep `changes` only, or `latest` only: half as large, and as correct."""
 
 from __future__ import annotations
 

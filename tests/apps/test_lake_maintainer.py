@@ -1,4 +1,4 @@
-"""Maintenance beside the rounds: neither waits for the other, and the lake stays true."""
+"""Maintenance beside the rounds: neither waits for the other, and the lake stays correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lake over real Delta tables, held against a bucket that remembers everything."""
+"""A lake over real Delta tables, compared with a bucket that keeps its whole history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replication held against buckets that remember everything: random changes, failovers of both, crashes."""
+"""Replication compared with buckets that keep their history: random changes, failovers of both, crashes."""
 
 from __future__ import annotations
 

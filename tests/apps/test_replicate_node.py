@@ -1,4 +1,4 @@
-"""Replication between real nodes: metadata, conflicts, rollbacks, kills, a cut that heals."""
+"""Replication between real nodes: metadata, conflicts, rollbacks, kills, a network cut that ends."""
 
 from __future__ import annotations
 

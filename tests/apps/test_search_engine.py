@@ -1,4 +1,4 @@
-"""The HTTP calls to OpenSearch, with a server that answers what a test says: busy, broken or silent."""
+"""The HTTP calls to OpenSearch, with a server that answers as a test sets it: busy, broken or silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: rows and what is expected of them, the registry, the fit, running apart.
+"""The frame of the benchmarks: rows and what is expected of them, the registry, the fit, processes.
 
 Nothing here looks at how long anything takes.
 """

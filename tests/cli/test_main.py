@@ -1,4 +1,4 @@
-"""The frame: every verb is whole, starts light, and ends in a sentence and an exit code."""
+"""The command: every verb is complete, imports little, and ends with a sentence and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`upper query`: reads the lake and nothing else, starts light, can be stopped, and ends in sentences."""
+"""`upper query`: reads the lake and nothing else, imports little, can be stopped, explains errors."""
 
 from __future__ import annotations
 

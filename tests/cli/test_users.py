@@ -1,4 +1,4 @@
-"""`upper users`: the users file changes only as asked, and nothing prepared in its directory is followed."""
+"""`upper users`: the users file changes only as requested; links prepared beside it are not followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Positions at rest: what is saved comes back, and what is damaged is not believed."""
+"""Saved positions: what is saved is loaded again, and damaged files are rejected."""
 
 from __future__ import annotations
 

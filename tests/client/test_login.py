@@ -1,4 +1,4 @@
-"""Signing in: the client's half of each exchange against the server's half, with no socket between."""
+"""Logging in: the client's half of each exchange against the server's half, with no socket between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs that talk to a node, as a shell sees them: text for people, JSON for programs, exit codes."""
+"""The verbs that connect to a node, as a shell runs them: text for people, JSON for programs, exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every verb of `make` is run: by what must pass before a change is taken, or here, in a copy of the tree."""
+"""Every target of `make` is run: by `.ci/run`, or here, in a copy of the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every comparison of the resume decision, broken in every way, and what notices.
+"""Every comparison of the resume decision, broken in every way, and the tests that detect it.
 
 A mutant is the real source with one comparison operator exchanged for another. It is tried against the
 examples (`cases`) and against the small world (`exhaustive`). A mutant that answers exactly as the original

@@ -1,10 +1,10 @@
 """Several nodes that hold one partition, and the real machines between them.
 
 Every node is driven by the effects that `ProducerStream` and `ConsumerStream` return, and by nothing else:
-the drivers here are as dull as the ones over sockets should be. The world may do anything in between: write
+the drivers here are as simple as the ones over sockets should be. The world may do anything in between: write
 without making durable, drop connections after any packet, promote any copy, lose what was not on disk.
 
-What the machines promise is checked as packets leave; that obedience leads to equality is checked at the end,
+What the machines promise is checked as packets leave; that followers end equal is checked at the end,
 by comparing what the nodes hold.
 """
 

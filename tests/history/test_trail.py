@@ -1,4 +1,4 @@
-"""The places that a consumer remembers: few of them, and never far from where it is sent."""
+"""The places that a consumer stores: few of them, and never far from the requested one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Every test of this room runs over both kernels, and `test_twins` runs them against each other."""
+"""Every test of this package runs over both kernels, and `test_twins` runs them against each other."""

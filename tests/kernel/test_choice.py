@@ -1,4 +1,4 @@
-"""Which kernel runs: the compiled one where it was built, the twin where it was asked for."""
+"""Which kernel runs: the compiled one where it was built, the plain one where it is requested."""
 
 from __future__ import annotations
 

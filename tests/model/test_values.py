@@ -1,4 +1,4 @@
-"""Values refuse nonsense when they are made, and the failover log holds through promotions and rollbacks."""
+"""Values reject invalid arguments when constructed, and so does the failover log."""
 
 from __future__ import annotations
 

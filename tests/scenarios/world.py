@@ -1,11 +1,10 @@
 """A cluster on a simulated network and clock: everything that happens follows from one seed.
 
-Nodes are a model, small enough to be believed: each partition is a list of changes, its state is what they
-leave, and what a producer answers is the pure decision of `history`. The consumer is the real one, byte for
-byte: the follower, the reader and the lanes, driven from here and not by a socket. Bytes come late, in bits,
-or not at all when a connection is cut; nodes die and lose what was not replicated; the application forgets
-everything since its last checkpoint.
-"""
+Nodes are a small model: each partition is a list of changes, its state is what they leave, and what a
+producer answers is the pure decision of `history`. The consumer is the real one, byte for byte: the follower,
+the reader and the partition consumers, driven from here and not by a socket. Bytes come late, in pieces, or
+not at all when a connection is cut; nodes die and lose what was not replicated; the application forgets
+everything since its last checkpoint."""
 
 from __future__ import annotations
 

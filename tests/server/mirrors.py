@@ -1,7 +1,7 @@
 """Mirrors of a bucket: consumers in every dialect that keep what they receive, and nothing else.
 
-A mirror follows the protocol and has no other knowledge of the node. Tests make it lose its connection,
-comes back, goes back where it is sent, and holds the node to what a snapshot promises on the way.
+A mirror follows the protocol and has no other knowledge of the node. Tests make it lose its connection;
+it returns, rolls back where the node requires it, and checks what a snapshot guarantees.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may come in: users, SASL, roles and limits, over real sockets, with TLS and without."""
+"""Access: users, SASL, roles and limits, over real sockets, with TLS and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that others wrote must be pleased: memccapable, python-binary-memcached, pylibmc."""
+"""Clients of other projects work unchanged: memccapable, python-binary-memcached, pylibmc."""
 
 from __future__ import annotations
 

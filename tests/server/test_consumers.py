@@ -1,4 +1,4 @@
-"""Named consumers are remembered while they are away: their lag, their rollbacks, what they have not seen."""
+"""Named consumers stay listed while they are away: their lag, their rollbacks, what they lack."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A consumer that follows the protocol ends equal to the node: with windows, filters and lost connections.
 
 Meanwhile everything happens: writes, flushes, promotions to the past, changes of state. Consumers stop
-reading, stop streams, hang up and come back, with windows of all sizes. Each obeys the answers, and at the
+reading, stop streams, disconnect and return, with windows of all sizes. Each follows the answers, and at the
 end holds exactly what the node holds. UPPER_COPIES_SECONDS sets the duration, UPPER_COPIES_SEED
 repeats the choices (not the interleaving).
 """

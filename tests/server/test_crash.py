@@ -1,4 +1,4 @@
-"""SIGKILL under load: what was acknowledged is there, and consumers go on where they stood."""
+"""SIGKILL under load: what was acknowledged is there, and consumers resume at their positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offsets and plans of the source, without Spark: a query that obeys ends equal to the bucket."""
+"""Offsets and plans of the source, without Spark: a query that follows the plans ends equal to the bucket."""
 
 from __future__ import annotations
 

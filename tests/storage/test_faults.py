@@ -1,4 +1,4 @@
-"""What is below fails: each fault has the outcome that docs/storage.md promises."""
+"""The disk fails: each fault has the outcome that docs/storage.md promises."""
 
 from __future__ import annotations
 

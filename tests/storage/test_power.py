@@ -1,10 +1,9 @@
 """The power fails at any point: what was synced is there, and any part of the rest may be.
 
-`Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A cut leaves
-that, and of everything else whatever chance wants: all of it, a part, zeros, nothing. So a sync that is
-missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS sets
-how many lives are tried.
-"""
+`Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A power
+failure leaves that, and a random part of everything else: all of it, a part, zeros, nothing. So a sync that
+is missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS
+sets how many runs are tried."""
 
 from __future__ import annotations
 

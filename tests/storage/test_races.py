@@ -1,7 +1,7 @@
 """Everything at once: writes, deletions, flushes, rollbacks, purging, a quota and compaction beside the loop.
 
 What a partition must hold at each of its seqnos is remembered, so wherever a rollback leads, what is found
-there can be compared; and so can what is found after the bucket was closed, or left in a hurry.
+there can be compared; and so can what is found after the bucket was closed, or abandoned.
 """
 
 from __future__ import annotations
