@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,7 @@ from upper.model.messages import (
     StreamFlag,
 )
 from upper.model.values import Partition, State
+from upper.server.auth import Role, User, Users, save_users
 from upper.wire.codes import Opcode, Status
 from upper.wire.dcp import DCP
 
@@ -294,6 +296,13 @@ def test_the_log_and_the_seqnos_are_answered(peer: Peer) -> None:
         assert len(answer) == 16 * 10
 
 
+def test_seqnos_are_those_of_partitions_in_the_state_that_is_asked_for(node: Node, peer: Peer) -> None:
+    assert peer.ask(Opcode.SET_VBUCKET_STATE, extras=struct.pack(">I", 2), partition=3).status == 0
+    for state, found in ((0, 16), (1, 15), (2, 1), (3, 0)):
+        answer = peer.raw(Opcode.GET_ALL_VB_SEQNOS, struct.pack(">I", state))
+        assert len(answer) == found * 10, "0 is every state in which a copy is held"
+
+
 def test_seqnos_on_a_dcp_connection_are_those_that_its_streams_reach(node: Node, peer: Peer) -> None:
     write(peer, b"a", b"b")
     assert peer.ask(Opcode.FLUSH).status == 0
@@ -347,6 +356,25 @@ def test_a_stream_request_may_name_the_default_collection_and_no_other(
     assert (answer.status if isinstance(answer, Refusal) else None) == status
 
 
+def test_a_stream_ends_with_its_reason_when_the_node_stops_or_the_login_fails(tmp_path: Path) -> None:
+    users = tmp_path / "users.json"
+    save_users(users, Users({"ann": User.new("ann", "secret", Role.everything())}))
+    with (
+        Node(tmp_path / "data", "--users", str(users), partitions=4) as node,
+        Peer(node, DCP, timeout=60) as stays,
+        Peer(node, DCP, timeout=60) as fails,
+    ):
+        for name, peer in ((b"one", stays), (b"two", fails)):
+            assert peer.ask(Opcode.SASL_AUTH, b"PLAIN", b"\0ann\0secret").status == 0
+            peer.open(name)
+            peer.accepted()
+        assert fails.ask(Opcode.SASL_AUTH, b"PLAIN", b"\0ann\0wrong").status
+        assert fails.wait_for(StreamEnd).reason is EndReason.LOST_PRIVILEGES
+        node.stop()
+        (end,) = (message for message in stays.rest() if isinstance(message, StreamEnd))
+    assert end.reason is EndReason.DISCONNECTED, "DCP has no reason for a node that stops"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "known"),
     [
@@ -367,6 +395,10 @@ def test_a_stream_request_may_name_the_default_collection_and_no_other(
         ("enable_sync_writes", "true", False),
         ("change_streams", "true", False),
         ("stream_buffer_size", "1000", False),
+        ("supports_cursor_dropping", "true", True),
+        ("flatbuffers_system_events", "true", False),
+        ("v7_dcp_status_codes", "true", False),
+        ("include_deleted_user_xattrs", "true", False),
     ],
 )
 def test_settings_of_shipped_clients_are_honoured_or_refused(

@@ -74,10 +74,10 @@ def observe_seqno(call: Call) -> Reply:
 
 @handles(Opcode.GET_ALL_VB_SEQNOS)
 def all_seqnos(call: Call) -> Reply:
-    """The durable seqno of each partition."""
+    """The durable seqno of each active partition, or of each in the requested state; 0 is any copy."""
     if not call.connection.roles & (Role.READ | Role.STREAM | Role.ADMIN):
         raise NotAllowed("seqnos need the role read, stream or admin; ask an administrator")
-    wanted = State.ACTIVE
+    wanted: tuple[State, ...] = (State.ACTIVE,)
     if call.extras:
         number, collection = (int.from_bytes(call.extras[at : at + 4], "big") for at in (0, 4))
         if collection:
@@ -86,10 +86,12 @@ def all_seqnos(call: Call) -> Reply:
             )
         if number not in STATES.members and number != 0:
             raise InvalidArguments(f"{number} is not a state; 1 is active, 2 replica, 3 pending, 4 dead")
-        wanted = STATES.read(number) if number else State.ACTIVE
-    stores = [store for store in call.bucket.partitions if store.state is wanted]
-    if wanted is State.ACTIVE:
-        stores = [store for store in stores if store.serves]
+        wanted = (STATES.read(number),) if number else COPIES
+    stores = [
+        store
+        for store in call.bucket.partitions
+        if store.state in wanted and (store.state is not State.ACTIVE or store.serves)
+    ]
     session = call.connection.stream_session
     reached = _persisted if session is None or session.controls.flushes else _last_change
     return Reply(value=b"".join(PLACE.build(store.id, reached(store)) for store in stores))
