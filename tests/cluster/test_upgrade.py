@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # The commit whose formats this version still works with: on disk, between nodes and in the agreement store.
 # A change that ends that names a later commit here, and the changelog describes the upgrade.
-BEFORE = "b65bd70ffdbdc74f8fbdaaa453a707b85ee8490b"
+BEFORE = "0ff9830744b49f66807179182bb7d67d3cfdf33d"
 
 
 @pytest.fixture(scope="module")
