@@ -18,13 +18,13 @@ import pytest
 from upper.version import VERSION
 
 TOP = Path(__file__).parent.parent
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def run(*command: str, cwd: Path, **environ: str) -> str:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "UPPER_KERNEL")}
     done = subprocess.run(
-        command, cwd=cwd, env=env | environ, capture_output=True, text=True, timeout=110, check=False
+        command, cwd=cwd, env=env | environ, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

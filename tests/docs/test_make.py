@@ -122,6 +122,7 @@ def test_make_soak_runs_the_given_number_of_histories(clone: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_make_kernel_builds_the_kernel(clone: Path) -> None:
     compiler = (sysconfig.get_config_var("CC") or "cc").split()[0]
     if shutil.which(os.environ.get("CC", compiler)) is None:
