@@ -13,11 +13,12 @@ from upper.cluster.bucket_map import BucketSettings, Epoch, NodeId, PartitionEnt
 from upper.cluster.replica_connection import ReplicaSettings
 from upper.cluster.replica_link import ReplicaLinks
 from upper.history.partition_state import Access as ClientAccess
-from upper.model.values import NO_BRANCH, BranchId, Partition, Seqno, State
+from upper.model.values import NO_BRANCH, ZERO, BranchId, Partition, Seqno, State
 from upper.server.main import _loop_factory
 from upper.server.node import Node
 from upper.server.settings import ServerSettings
 from upper.storage import BucketStore, Disk, PartitionStore, StorageSettings
+from upper.storage.records import item_of
 
 ACTIVE, REPLICA, THIRD = NodeId("node-a"), NodeId("node-b"), NodeId("node-c")
 ACCESS = ConnectOptions(Address("upr", ()))
@@ -116,12 +117,23 @@ def difference(active: PartitionStore, copy: PartitionStore) -> str:
     """How a copy differs from the active one; empty if it does not."""
     for what in ("high", "tombstones", "size", "count", "complete"):
         if (ours := getattr(copy, what)) != (theirs := getattr(active, what)):
-            return f"{what} of partition {active.id} is {ours}, not {theirs}"
+            return f"{what} of partition {active.id} is {ours}, not {theirs}: {_entries(active, copy)}"
     if copy.log != active.log:
         return f"the failover log of partition {active.id} is {copy.log}, not {active.log}"
     if list(map(_whole(copy), copy.items.items())) != list(map(_whole(active), active.items.items())):
         return f"the items of partition {active.id} differ"
     return ""
+
+
+def _entries(active: PartitionStore, copy: PartitionStore) -> str:
+    """Which entries only one of them has, as (key, seqno, deleted), and what each has counted."""
+    ours, theirs = (
+        {(item.key, item.seqno, item.deleted) for item in map(item_of, store.changes_after(ZERO).records())}
+        for store in (copy, active)
+    )
+    more = f"the copy alone has {sorted(ours - theirs)}, the active one {sorted(theirs - ours)}"
+    places = (f"{s.high=} {s.complete=} {s.purged=} {s.written=} {s.log}" for s in (copy, active))
+    return f"{more}; {' | '.join(places)}"
 
 
 def _whole(store: PartitionStore) -> Callable[[tuple[bytes, bytes | int]], tuple[bytes, bytes]]:

@@ -99,6 +99,7 @@ def test_a_rest_that_arrives_as_one_snapshot_ends_the_one_that_was_open(tmp_path
         await active.lead()
         for number in range(10):
             active[0].write(b"key-%d" % number, b"value")
+        await until(lambda: active[0].written == 10)  # a replica has nothing that the active copy may lose
         copy = await Member(tmp_path / "b", node_id=REPLICA, partitions=1).start()
         copy.replication.retire(Partition(0))
         copy[0].set_log(active[0].log)

@@ -194,6 +194,7 @@ class BucketStore:
         self.reader.close()
         if self._writer is not None:
             self._writer.close()
+            self._writer = None  # an outcome that arrives now is ignored
         self.journal.close()
         self.files.close()
         os.close(self._lock)
