@@ -4,7 +4,8 @@ Nodes are a small model: each partition is a list of changes, its state is what 
 producer answers is the pure decision of `history`. The consumer is the real one, byte for byte: the follower,
 the reader and the partition consumers, driven from here and not by a socket. Bytes come late, in pieces, or
 not at all when a connection is cut; nodes die and lose what was not replicated; the application forgets
-everything since its last checkpoint."""
+everything since its last checkpoint.
+"""
 
 from __future__ import annotations
 

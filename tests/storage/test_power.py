@@ -3,7 +3,8 @@
 `Volatile` is a disk that remembers what has been synced: contents by file, names by directory. A power
 failure leaves that, and a random part of everything else: all of it, a part, zeros, nothing. So a sync that
 is missing, or comes too late, loses something here, which a killed process never shows. UPPER_POWER_SEEDS
-sets how many runs are tried."""
+sets how many runs are tried.
+"""
 
 from __future__ import annotations
 

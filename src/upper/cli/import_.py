@@ -1,6 +1,6 @@
 """Store the rows of a file in a bucket: JSON lines, CSV or Parquet, of `upper export` or of other programs.
 
-A row has a key and a value; flags and expiration (seconds since 1970) are used where they are there. With
+A row has a key and a value; flags and expiration (seconds since 1970) are used where present. With
 --metadata CAS, revision and data type are kept too. A value in JSON lines that is not text is stored as JSON;
 --value . stores the whole row. Bad rows are written to --bad with their line and the reason, nothing else is
 lost, and the exit code is then 1. FILE is - for standard input.

@@ -1,8 +1,8 @@
 """Show rates, streams, lag and memory of a node, or of all nodes of a cluster, on a live screen.
 
 Leave it with q or Ctrl-C. Numbers are sums over the nodes that answer. If a node is away, the screen shows it
-and continues when it is back. If the output is not a terminal that can
-draw, or with --json, one line is printed per interval; --count ends it after that many.
+and continues when it is back. If the output is not a terminal that can draw, or with --json, one line is
+printed per interval; --count ends it after that many.
 """
 
 from __future__ import annotations

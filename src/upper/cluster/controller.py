@@ -3,7 +3,8 @@
 `decide` is pure: from the contents of the agreement store, the nodes that count as alive and the progress of
 the copies to what is to be stored. The simulation runs it unchanged. `Controller` asks the nodes for their
 progress and stores the decision by compare-and-swap, in a thread of the node that holds the leased key
-`controller`. Two controllers at once are harmless: only one of two changes to the same map is stored."""
+`controller`. Two controllers at once are harmless: only one of two changes to the same map is stored.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Copies are compared by the branch that they stand on before their seqno: a longer history of an older branch
 is behind a shorter one of a newer branch. The failover log has the branch, and the map names the epoch that
-began it, so that the comparison also holds after a restart and without a connection."""
+began it, so that the comparison also holds after a restart and without a connection.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ Without a requirement an answer waits as the bucket is configured. With one it a
 the copies that the bucket is configured to have hold the change on their disks, which satisfies every level
 of Couchbase. A node that is alone is its own majority. A change is refused before it is made where too few
 copies are in sync (`DurabilityImpossible`). One that too few copies have confirmed in time was made, and may
-survive a failover or not: its answer reports that the outcome is unknown (`DurabilityAmbiguous`)."""
+survive a failover or not: its answer reports that the outcome is unknown (`DurabilityAmbiguous`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The schema of an index, and documents from live keys. The position of an index is a document, too.
 
 tantivy commits added and deleted documents together, so a position that is a document of the same commit
-states exactly what the index holds. A value that is no JSON object has no document."""
+states exactly what the index holds. A value that is no JSON object has no document.
+"""
 
 from __future__ import annotations
 
