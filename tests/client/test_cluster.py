@@ -206,12 +206,19 @@ def test_a_node_that_the_map_lists_twice_gets_all_its_requests(tmp_path: Path) -
 def test_what_a_node_cannot_do_at_the_moment_is_repeated(cluster: Several) -> None:
     with upper.connect(cluster.url, timeout=60) as bucket:
         key = key_in(bucket, 0)
-        store = cluster.buckets[0].partitions[0]
-        cluster.run(lambda: setattr(store, "sealed", True))
+        held = cluster.buckets[0]
+        store = held.partitions[0]
+
+        def seal(sealed: bool) -> None:
+            """As a rollback does, which says so to the kernel."""
+            store.sealed = sealed
+            held.served(store)
+
+        cluster.run(lambda: seal(True))
         asked = sum(own.asked for own in cluster.maps)
         with beside(lambda: bucket.incr(key, initial=1)):
             eventually(lambda: sum(own.asked for own in cluster.maps) > asked)
-            cluster.run(lambda: setattr(store, "sealed", False))
+            cluster.run(lambda: seal(False))
         assert bucket.get(key).value == b"1"
 
 
