@@ -216,3 +216,24 @@ def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
     assert len(view) == 50_000
     del view
     assert compiled.map_memory_held() <= before + (4 << 20), "one region of each size is kept"
+
+
+def test_a_map_whose_index_is_split_holds_what_a_dict_holds(kernel: ModuleType) -> None:
+    """Past 65,536 keys the index is in parts; every key is found, replaced and forgotten as before."""
+    records, expected, draw = kernel.RecordMap(), dict[bytes, bytes](), random.Random(7)
+    for seqno in range(1, 100_001):
+        key = b"%d" % (seqno if seqno < 80_000 else draw.randrange(80_000))
+        records.put(made := change(key, b"v", seqno=seqno))
+        expected[key] = made
+        if seqno > 70_000 and seqno % 7 == 0:
+            gone = b"%d" % draw.randrange(1, 80_000)
+            found = expected.pop(gone, None)
+            number = 0 if found is None else int.from_bytes(found[24:32], "big")
+            assert records.forget(gone, number) == (found is not None)
+    assert len(records) == len(expected)
+    assert records.memory > sum(map(len, expected.values()))
+    assert all(records.get(b"%d" % number) == expected.get(b"%d" % number) for number in range(80_001))
+    records.clear()
+    assert records.get(b"1") is None
+    records.put(change(b"1", b"v", seqno=1))
+    assert len(records) == 1

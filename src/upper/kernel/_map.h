@@ -13,7 +13,8 @@
  * that a view holds says to it what it always said.
  *
  * The index has 8 bytes a slot: 24 bits of a keyed hash, 20 for the block, 20 for the offset of the cell. The place of a
- * slot follows from its 24 bits alone, so the index grows without touching a cell.
+ * slot follows from its 24 bits alone, so the index grows without touching a cell. A large index is in parts by the first
+ * bits of the hash, each of which grows alone: no put waits for all of it.
  *
  * Everything is called with the interpreter's lock. Functions that may lack memory say so before they changed anything. */
 #include <stdint.h>
@@ -37,7 +38,14 @@ enum {
     OFFSET_BITS = 20,
     FEWEST_SLOTS = 8,
     MARKS = 8, /* places in the last block that a map remembers */
-    HUGE_INDEX = 4 << 20, /* bytes of an index from which on it has pages of its own */
+    HUGE_INDEX = 4 << 20, /* bytes of a part of an index from which on it has pages of its own */
+    PART_BITS = 8,
+    PARTS = 1 << PART_BITS,
+#ifdef UPPER_EXACT_BLOCKS /* also the small maps of tests have parts */
+    SPLIT_AT = 24,
+#else
+    SPLIT_AT = 64 << 10, /* keys from which on an index has parts */
+#endif
     WORTH_CLEANING = 1024, /* dead bytes below which a map is left alone */
     DEAD_SHARE = 5         /* of the living bytes, the share that may be dead */
 };
@@ -252,13 +260,19 @@ static inline uint32_t map_tag(const uint8_t *key, size_t length) {
 /* ── The map ────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 typedef struct {
+    uint64_t *slots;
+    uint64_t slot_count, count; /* and those in use */
+} map_index;
+
+typedef struct {
     map_block **chain; /* in the order of seqnos */
     uint32_t blocks, chain_room;
     map_block **by_id; /* as the index names them; 0 is no block */
     uint32_t *free_ids;
     uint32_t ids, id_room, ids_free;
-    uint64_t *slots;
-    uint64_t slot_count, count;
+    map_index whole;  /* the index, until it is split */
+    map_index *parts; /* NULL, or PARTS of them */
+    uint64_t slot_count, count; /* of all of it */
     uint64_t live, dead;                  /* bytes of cells */
     uint64_t size, evicted, tombstones;   /* bytes of all records and of those not in memory; how many are deletions */
     uint64_t blocks_bytes, objects_bytes; /* what blocks and large records take */
@@ -292,10 +306,21 @@ static inline uint64_t map_slot(uint32_t tag, const map_block *b) {
     return (uint64_t)tag << LOCATION_BITS | (uint64_t)b->id << OFFSET_BITS | b->used;
 }
 
-static inline uint64_t map_home(const upper_map *m, uint32_t tag) { return (uint64_t)tag * m->slot_count >> TAG_BITS; }
+/* The part of the index that a key is in. */
+static inline map_index *map_part(const upper_map *m, uint32_t tag) {
+    return m->parts ? m->parts + (tag >> (TAG_BITS - PART_BITS)) : (map_index *)&m->whole;
+}
+
+/* The place in it where a search begins. */
+static inline uint64_t map_home(const upper_map *m, const map_index *index, uint32_t tag) {
+    if (m->parts) tag = tag << PART_BITS & (((uint32_t)1 << TAG_BITS) - 1);
+    return (uint64_t)tag * index->slot_count >> TAG_BITS;
+}
+
+static inline uint64_t map_next(const map_index *index, uint64_t at) { return at + 1 == index->slot_count ? 0 : at + 1; }
 
 static inline uint64_t map_memory(const upper_map *m) {
-    return m->blocks_bytes + m->objects_bytes + 8 * m->slot_count + sizeof(map_block *) * (m->chain_room + m->id_room) + 4 * m->id_room;
+    return m->blocks_bytes + m->objects_bytes + 8 * m->slot_count + (m->parts ? PARTS * sizeof *m->parts : 0) + sizeof(map_block *) * (m->chain_room + m->id_room) + 4 * m->id_room;
 }
 
 static void map_init(upper_map *m) {
@@ -303,60 +328,73 @@ static void map_init(upper_map *m) {
     m->epoch = 1;
 }
 
-static void map_free_slots(uint64_t *slots, uint64_t count);
+static void map_free_index(upper_map *m);
 
 static void map_clear(upper_map *m) {
     for (uint32_t i = 0; i < m->blocks; i++) block_release(m->chain[i]);
     free(m->chain);
     free(m->by_id);
     free(m->free_ids);
-    map_free_slots(m->slots, m->slot_count);
+    map_free_index(m);
     map_init(m);
 }
 
 /* The slot of a key, as a pointer; NULL if it is not there. */
 static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length, uint32_t tag) {
     if (m->count == 0) return NULL;
-    for (uint64_t at = map_home(m, tag); m->slots[at]; at = at + 1 == m->slot_count ? 0 : at + 1) {
-        if (m->slots[at] >> LOCATION_BITS != tag) continue;
-        const uint8_t *c = map_cell(m, m->slots[at]);
-        if (cell_key_length(c) == length && memcmp(cell_key(c), key, length) == 0) return m->slots + at;
+    const map_index *index = map_part(m, tag);
+    uint64_t *slots = index->slots;
+    for (uint64_t at = map_home(m, index, tag); slots[at]; at = map_next(index, at)) {
+        if (slots[at] >> LOCATION_BITS != tag) continue;
+        const uint8_t *c = map_cell(m, slots[at]);
+        if (cell_key_length(c) == length && memcmp(cell_key(c), key, length) == 0) return slots + at;
     }
     return NULL;
 }
 
-/* Have the slot of a key, and after that its cell, on their way from memory. */
-static inline void map_fetch_slot(const upper_map *m, uint32_t tag) {
-    if (m->count) fetch_soon(m->slots + map_home(m, tag));
+/* Have the slot of a key, and after that its cell, on their way from memory. Always inlined: a compiler drops the call of a
+ * function that only prefetches. */
+#if defined(__GNUC__)
+#define INLINED static inline __attribute__((always_inline))
+#else
+#define INLINED static inline
+#endif
+INLINED void map_fetch_slot(const upper_map *m, uint32_t tag) {
+    if (m->count == 0) return;
+    const map_index *index = map_part(m, tag);
+    fetch_soon(index->slots + map_home(m, index, tag));
 }
 
-static inline void map_fetch_cell(const upper_map *m, uint32_t tag) {
+INLINED void map_fetch_cell(const upper_map *m, uint32_t tag) {
     if (m->count == 0) return;
-    uint64_t at = map_home(m, tag);
-    for (int looked = 0; looked < 8 && m->slots[at]; looked++) {
-        if (m->slots[at] >> LOCATION_BITS == tag) {
-            const uint8_t *c = map_cell(m, m->slots[at]);
+    const map_index *index = map_part(m, tag);
+    uint64_t at = map_home(m, index, tag);
+    for (int looked = 0; looked < 8 && index->slots[at]; looked++) {
+        if (index->slots[at] >> LOCATION_BITS == tag) {
+            const uint8_t *c = map_cell(m, index->slots[at]);
             fetch_soon(c);
             fetch_soon(c + 64);
             fetch_soon(c + 128);
             return;
         }
-        at = at + 1 == m->slot_count ? 0 : at + 1;
+        at = map_next(index, at);
     }
 }
 
 /* The slot that refers to a cell which is alive. */
 static uint64_t *map_slot_of(const upper_map *m, uint32_t tag, uint64_t location) {
     uint64_t wanted = (uint64_t)tag << LOCATION_BITS | location;
-    uint64_t at = map_home(m, tag);
-    while (m->slots[at] != wanted) at = at + 1 == m->slot_count ? 0 : at + 1;
-    return m->slots + at;
+    const map_index *index = map_part(m, tag);
+    uint64_t at = map_home(m, index, tag);
+    while (index->slots[at] != wanted) at = map_next(index, at);
+    return index->slots + at;
 }
 
-static void map_occupy(upper_map *m, uint64_t slot) {
-    uint64_t at = map_home(m, (uint32_t)(slot >> LOCATION_BITS));
-    while (m->slots[at]) at = at + 1 == m->slot_count ? 0 : at + 1;
-    m->slots[at] = slot;
+static void map_occupy(const upper_map *m, map_index *index, uint64_t slot) {
+    uint64_t at = map_home(m, index, (uint32_t)(slot >> LOCATION_BITS));
+    while (index->slots[at]) at = map_next(index, at);
+    index->slots[at] = slot;
+    index->count++;
 }
 
 /* Slots that are all empty. Large indexes ask for large pages: most of the time of growing one went into page faults. */
@@ -376,35 +414,80 @@ static void map_free_slots(uint64_t *slots, uint64_t count) {
     else munmap(slots, count * sizeof(uint64_t));
 }
 
-/* Room for one more key. */
-static int map_reserve_slot(upper_map *m) {
-    if ((m->count + 1) * 4 <= m->slot_count * 3) return 0;
-    upper_map grown = *m;
-    grown.slot_count = m->slot_count < FEWEST_SLOTS ? FEWEST_SLOTS : m->slot_count + m->slot_count / 2;
+static void map_free_index(upper_map *m) {
+    for (uint32_t i = 0; m->parts && i < PARTS; i++) map_free_slots(m->parts[i].slots, m->parts[i].slot_count);
+    free(m->parts);
+    m->parts = NULL;
+    map_free_slots(m->whole.slots, m->whole.slot_count);
+    m->whole.slots = NULL;
+    m->whole.slot_count = m->whole.count = 0;
+}
+
+/* The index, in parts with as much room as they need. */
+static int map_split(upper_map *m) {
+    upper_map split = *m;
+    uint64_t keys[PARTS] = {0};
+    memset(&split.whole, 0, sizeof split.whole);
+    split.parts = calloc(PARTS, sizeof *split.parts);
+    if (split.parts == NULL) return -1;
+    split.slot_count = 0;
+    for (uint64_t i = 0; i < m->whole.slot_count; i++)
+        if (m->whole.slots[i]) keys[m->whole.slots[i] >> (64 - PART_BITS)]++;
+    for (uint32_t i = 0; i < PARTS; i++) {
+        uint64_t count = 2 * keys[i] < FEWEST_SLOTS ? FEWEST_SLOTS : 2 * keys[i];
+        split.parts[i].slots = map_new_slots(count);
+        if (split.parts[i].slots == NULL) {
+            map_free_index(&split);
+            return -1;
+        }
+        split.parts[i].slot_count = count;
+        split.slot_count += count;
+    }
+    for (uint64_t i = 0; i < m->whole.slot_count; i++) {
+        uint64_t slot = m->whole.slots[i];
+        if (slot) map_occupy(&split, map_part(&split, (uint32_t)(slot >> LOCATION_BITS)), slot);
+    }
+    map_free_index(m);
+    *m = split;
+    return 0;
+}
+
+/* Room for one more key with this tag. */
+static int map_reserve_slot(upper_map *m, uint32_t tag) {
+    map_index *index = map_part(m, tag);
+    if ((index->count + 1) * 4 <= index->slot_count * 3) return 0;
+    if (m->parts == NULL && m->count >= SPLIT_AT) {
+        if (map_split(m)) return -1;
+        index = map_part(m, tag);
+        if ((index->count + 1) * 4 <= index->slot_count * 3) return 0;
+    }
+    map_index grown = {NULL, index->slot_count < FEWEST_SLOTS ? FEWEST_SLOTS : index->slot_count + index->slot_count / 2, 0};
     grown.slots = map_new_slots(grown.slot_count);
     if (grown.slots == NULL) return -1;
-    for (uint64_t i = 0; i < m->slot_count; i++)
-        if (m->slots[i]) map_occupy(&grown, m->slots[i]);
-    map_free_slots(m->slots, m->slot_count);
-    m->slots = grown.slots;
-    m->slot_count = grown.slot_count;
+    for (uint64_t i = 0; i < index->slot_count; i++)
+        if (index->slots[i]) map_occupy(m, &grown, index->slots[i]);
+    m->slot_count += grown.slot_count - index->slot_count;
+    map_free_slots(index->slots, index->slot_count);
+    *index = grown;
     return 0;
 }
 
 /* Give up a slot: those behind it that are not at home move up. */
 static void map_vacate(upper_map *m, uint64_t *slot) {
-    uint64_t hole = (uint64_t)(slot - m->slots), at = hole;
+    map_index *index = map_part(m, (uint32_t)(*slot >> LOCATION_BITS));
+    uint64_t *slots = index->slots, hole = (uint64_t)(slot - slots), at = hole;
     for (;;) {
-        at = at + 1 == m->slot_count ? 0 : at + 1;
-        if (!m->slots[at]) break;
-        uint64_t home = map_home(m, (uint32_t)(m->slots[at] >> LOCATION_BITS));
+        at = map_next(index, at);
+        if (!slots[at]) break;
+        uint64_t home = map_home(m, index, (uint32_t)(slots[at] >> LOCATION_BITS));
         /* Is its home outside of (hole, at]? */
         if (hole <= at ? home <= hole || home > at : home <= hole && home > at) {
-            m->slots[hole] = m->slots[at];
+            slots[hole] = slots[at];
             hole = at;
         }
     }
-    m->slots[hole] = 0;
+    slots[hole] = 0;
+    index->count--;
     m->count--;
 }
 
@@ -587,7 +670,7 @@ static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObje
             put32((uint8_t *)PyBytes_AS_STRING(object) + 12, 0);
         }
     }
-    if ((slot == NULL && map_reserve_slot(m)) || map_reserve_cell(m, needs)) {
+    if ((slot == NULL && map_reserve_slot(m, tag)) || map_reserve_cell(m, needs)) {
         if (large) Py_DECREF(object);
         PyErr_NoMemory();
         return -1;
@@ -607,7 +690,7 @@ static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObje
     if (slot != NULL) {
         *slot = map_slot(tag, b);
     } else {
-        map_occupy(m, map_slot(tag, b));
+        map_occupy(m, map_part(m, tag), map_slot(tag, b));
         m->count++;
     }
     m->last = cell_seqno(c);
