@@ -210,7 +210,7 @@ def test_what_a_node_cannot_do_at_the_moment_is_repeated(cluster: Several) -> No
         store = held.partitions[0]
 
         def seal(sealed: bool) -> None:
-            """As a rollback does, which says so to the kernel."""
+            """As a rollback does, which passes it to the kernel."""
             store.sealed = sealed
             held.served(store)
 

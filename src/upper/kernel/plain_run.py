@@ -83,7 +83,7 @@ class Table:
         self.items = RecordMap()
         self.high = 0  # last seqno given out
         self.durable = 0  # last seqno that responses and consumers may see
-        self.purged = 0  # highest seqno of a deletion that is really gone
+        self.purged = 0  # the purge seqno: the highest seqno of a purged deletion
         self.written = 0  # last seqno on the local disk; never less than `durable`
         self.first_batch: int | None = None  # the oldest batch with something that no partition file holds
         self.last_batch = 0  # the newest batch with something of this partition

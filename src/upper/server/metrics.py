@@ -107,7 +107,7 @@ NUMERIC: Mapping[str, tuple[Kind, str]] = {
     "items": (Kind.COUNTER, "changes sent"),
     "bytes": (Kind.COUNTER, "sent"),
     "remaining": (Kind.GAUGE, "seqnos that it has not been sent, also while it is away"),
-    "rollbacks": (Kind.COUNTER, "answers that it must go back"),
+    "rollbacks": (Kind.COUNTER, "rollback answers that it received"),
     "last_seen": (Kind.GAUGE, "seconds since the epoch"),
     "unacknowledged": (Kind.GAUGE, "bytes"),
     "backlog": (Kind.GAUGE, "bytes that wait in the node"),

@@ -156,7 +156,7 @@ GENERAL: tuple[Statistic, ...] = (
         "partitions that this node receives from their active nodes",
         lambda node: sum(len(link.accepted) for link in node.replica_links),
     ),
-    Statistic("replica_changes", C, "changes that came from other nodes", lambda node: node.bucket.applied),
+    Statistic("replica_changes", C, "changes received from other nodes", lambda node: node.bucket.applied),
     Statistic("replica_bytes", C, "received from other nodes", _count("replica_bytes")),
     Statistic(
         "replica_bytes_unwritten",
@@ -167,7 +167,7 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "replica_connections",
         C,
-        "opened to other nodes, the first ones and those after a failure",
+        "opened to other nodes, including those after a failure",
         _count("replica_connections"),
     ),
     Statistic(
@@ -181,9 +181,9 @@ GENERAL: tuple[Statistic, ...] = (
     ),
     Statistic("curr_items", G, "items of active copies, without deletions", _active_items),
     Statistic("curr_items_tot", G, "items of all copies on this node", _sum("count")),
-    Statistic("tombstones", G, "deletions that are remembered", _sum("tombstones")),
+    Statistic("tombstones", G, "deletions that are still stored", _sum("tombstones")),
     Statistic("bytes", G, "of all records, in memory or not", _sum("size")),
-    Statistic("curr_connections", G, "open now, also those that only agree on keys", lambda node: node.open),
+    Statistic("curr_connections", G, "open now, including unfinished TLS handshakes", lambda node: node.open),
     Statistic("total_connections", C, "accepted since the start", _count("connections")),
     Statistic(
         "refused_connections", C, "refused because the limit was reached", _count("refused_connections")
@@ -213,7 +213,7 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "cmd_delete",
         C,
-        "DELETEs, also of what was not there",
+        "DELETEs, including those of missing keys",
         lambda node: node.plain.deletes + _ran(node, "delete"),
     ),
     Statistic(
@@ -260,10 +260,10 @@ GENERAL: tuple[Statistic, ...] = (
     Statistic(
         "consumers_at_risk",
         G,
-        "named consumers that must begin anew, or must if they stay away: deletions they lack are purged",
+        "named consumers that have to start again from 0, or will if they stay away",
         lambda node: node.consumers.at_risk(),
     ),
-    Statistic("stream_rollbacks", C, "answers that a consumer must roll back", _count("rollbacks")),
+    Statistic("stream_rollbacks", C, "rollback answers to consumers", _count("rollbacks")),
     Statistic(
         "dead_peers", C, "connections closed because the peer did not answer or read", _count("dead_peers")
     ),
@@ -323,13 +323,13 @@ DISK: tuple[Statistic, ...] = (
 
 
 CONSUMERS: Mapping[str, tuple[str, Callable[[Consumer], Value]]] = {
-    "name": ("what it calls itself; empty for all without a name", lambda consumer: consumer.name),
+    "name": ("its name; empty for all consumers without one", lambda consumer: consumer.name),
     "user": ("that logged in", lambda consumer: consumer.user),
     "dialect": ("of its streams", lambda consumer: consumer.dialect),
     "streams": ("open now; 0 while it is away", lambda consumer: len(consumer.streams)),
     "partitions": ("that it follows", lambda consumer: ranges(consumer.partitions)),
     "lag": ("seqnos that it has not been sent, over all its partitions", lambda consumer: consumer.lag),
-    "rollbacks": ("answers that it must go back", lambda consumer: consumer.rollbacks),
+    "rollbacks": ("rollback answers that it received", lambda consumer: consumer.rollbacks),
     "last_seen": ("seconds since the epoch", lambda consumer: int(consumer.last_seen)),
     "items": ("changes sent by streams that have ended", lambda consumer: consumer.items),
     "bytes": ("sent by streams that have ended", lambda consumer: consumer.bytes),
@@ -342,10 +342,10 @@ PARTITION: Mapping[str, tuple[str, Callable[[PartitionStore], Value]]] = {
     "written_seqno": ("last seqno on the disk of this node", lambda store: store.written),
     "durable_seqno": ("last seqno that responses and consumers may see", lambda store: store.durable),
     "access": ("what clients may do: open, read-only, waiting or closed", lambda store: str(store.access)),
-    "purge_seqno": ("highest seqno of a deletion that is really gone", lambda store: store.purged),
+    "purge_seqno": ("the purge seqno: the highest seqno of a purged deletion", lambda store: store.purged),
     "branch": ("id of the branch that is written now", lambda store: str(store.log.branch)),
     "items": ("without deletions", lambda store: store.count),
-    "tombstones": ("deletions that are remembered", lambda store: store.tombstones),
+    "tombstones": ("deletions that are still stored", lambda store: store.tombstones),
     "bytes": ("of all records", lambda store: store.size),
     "resident_bytes": ("of records in memory", lambda store: store.resident),
 }
@@ -376,18 +376,18 @@ CLUSTER: Mapping[str, tuple[Kind, str]] = {
 
 GROUPS: Mapping[str, str] = {
     "": "the node in general",
-    "memory": "where memory goes",
-    "streams": "every connection that follows; with its number behind, every stream of it",
+    "memory": "the use of memory",
+    "streams": "every connection with streams; followed by its number, every stream of it",
     "disk": "files, free space and syncs",
     "consumers": "every named consumer of the last days, connected or away",
-    "vbucket-details": "every partition; with a number behind, that one",
-    "replication": "every partition that is active here, with its replicas; with a number behind, that one",
-    "failovers": "the failover log of every partition; with a number behind, of that one",
+    "vbucket-details": "every partition; followed by a number, that one",
+    "replication": "every partition that is active here, with its replicas; followed by a number, that one",
+    "failovers": "the failover log of every partition; followed by a number, of that one",
     "timings": "how often commands ran and how long they took",
     "cluster": "the cluster as this node sees it; nothing on a node that is alone",
     "cluster-copies": "epoch and last complete snapshot on disk of each copy here, as JSON",
     "cluster-state": "the members and the bucket map that this node has read last, as JSON",
-    "reset": "accepted, and does nothing: counters count since the start",
+    "reset": "accepted without effect: counters are never reset",
 }
 
 

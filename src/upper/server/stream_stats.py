@@ -111,7 +111,7 @@ def remaining(session: StreamSession) -> int:
 
 
 STREAMS: tuple[StreamField, ...] = (
-    StreamField("name", "what the consumer calls itself", named),
+    StreamField("name", "the name of the consumer", named),
     StreamField("peer", "its address", lambda connection, session: connection.peer),
     StreamField(
         "user",
@@ -150,9 +150,9 @@ STREAMS: tuple[StreamField, ...] = (
 )
 
 ONE_STREAM: Mapping[str, tuple[str, Callable[[Subscription], Value]]] = {
-    "opaque": ("the number that ties it together", lambda stream: stream.opaque),
+    "opaque": ("the opaque of its messages", lambda stream: stream.opaque),
     "name": ("group id of the request", lambda stream: stream.name),
-    "state": ("where it is in its life", lambda stream: str(stream.phase)),
+    "state": ("the state of the stream", lambda stream: str(stream.phase)),
     "position": ("last seqno sent", lambda stream: stream.seqno),
     "end": (
         "where it will end, empty for never",
@@ -168,7 +168,7 @@ ONE_STREAM: Mapping[str, tuple[str, Callable[[Subscription], Value]]] = {
 TAP_STREAM: Mapping[str, tuple[str, Callable[[TapStreamSession, int], Value]]] = {
     "position": ("last seqno sent", lambda tap, partition: tap.session.sent[partition].seqno),
     "acknowledged": (
-        "last seqno that the client has surely got, where it acknowledges",
+        "last seqno that the client has acknowledged, if it acknowledges",
         lambda tap, partition: tap.session.acknowledged.get(partition, START).seqno,
     ),
     "remaining": ("seqnos still to come", lambda tap, partition: tap.remaining(partition)),
