@@ -1,11 +1,14 @@
-"""A real S3 server for tests: s3proxy's published JAR, in memory, on a free port.
+"""Object stores for tests, in memory, on a free port: s3proxy's published JAR, and Azurite for Azure.
 
-Version 4.1 is the first whose conditional puts have one winner under races; moto and older ones have several.
+Version 4.1 of s3proxy is the first whose conditional puts have one winner under races; moto and older ones
+have several. Azurite has one too.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import time
@@ -20,6 +23,10 @@ from tests.jars import jars
 JAR = "org.gaul:s3proxy:4.1.0:jar-with-dependencies"
 KEY, SECRET = "AKIDTESTS", "a-secret-of-the-tests"
 BUCKET = "lakes"
+AZURITE_VERSION = "3.35.0"
+# The account that every Azurite has, as its documentation lists it.
+AZURITE_ACCOUNT = "devstoreaccount1"
+AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 SETTINGS = """
 s3proxy.endpoint=http://127.0.0.1:{port}
 s3proxy.authorization=aws-v2-or-v4
@@ -57,6 +64,55 @@ def object_store(directory: Path) -> Iterator[dict[str, str]]:
         server.wait(30)
 
 
+@contextmanager
+def azure_store(directory: Path) -> Iterator[dict[str, str]]:
+    """Run Azurite, with an empty container; what its clients need in their environment."""
+    import pyarrow.fs as fs
+
+    from upper.apps.lake.store import azure_hosts
+
+    program, port = _azurite(), _free_port()
+    # Arrow's library sends a newer version of the interface than Azurite names.
+    options = ("--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry")
+    log = directory / "azurite.log"
+    with log.open("wb") as out:
+        command = [str(program), *options, "--blobPort", str(port)]
+        server = subprocess.Popen(command, cwd=directory, stdout=out, stderr=out)
+    environment = {
+        "AZURE_STORAGE_ACCOUNT_KEY": AZURITE_KEY,
+        "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{port}/{AZURITE_ACCOUNT}",
+        # For Delta's library: Azurite cannot list from a name on, as Azure can.
+        "AZURE_STORAGE_USE_EMULATOR": "true",
+        "AZURITE_BLOB_STORAGE_URL": f"http://127.0.0.1:{port}",
+    }
+    try:
+        _wait(server, port, log)
+        hosts = azure_hosts("", environment["AZURE_STORAGE_ENDPOINT"])
+        fs.AzureFileSystem(AZURITE_ACCOUNT, account_key=AZURITE_KEY, **hosts).create_dir(BUCKET)
+        yield environment
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _azurite() -> Path:
+    """Its program, fetched by npm once. The test is skipped where npm is absent or cannot fetch it."""
+    home = Path.home() / ".cache" / "upper-tests" / f"azurite-{AZURITE_VERSION}"
+    program = home / "node_modules" / ".bin" / "azurite-blob"
+    if shutil.which("npm") is None:
+        pytest.skip("no npm here to fetch Azurite with")
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            command = ["npm", "install", "--no-audit", "--no-fund", f"azurite@{AZURITE_VERSION}"]
+            try:
+                subprocess.run(command, cwd=home, capture_output=True, timeout=240, check=True)
+            except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+                pytest.skip(f"npm cannot fetch Azurite: {error}")
+    return program
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -71,7 +127,7 @@ def _wait(server: subprocess.Popen[bytes], port: int, log: Path) -> None:
             return
         except OSError:
             if server.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"s3proxy does not start: {log.read_text(errors='replace')[-1000:]}")
+                pytest.fail(f"{log.stem} does not start: {log.read_text(errors='replace')[-1000:]}")
             time.sleep(0.05)
 
 

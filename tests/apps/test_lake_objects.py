@@ -139,6 +139,10 @@ def test_a_bucket_is_restored_from_an_object_store(
 
 
 def test_of_two_writers_of_a_version_the_store_accepts_one(url: str) -> None:
+    race_for_versions(url)
+
+
+def race_for_versions(url: str) -> None:
     LakeTable.create(url, CHANGES, LakeLayout("default", 4, 2))
     for step in range(1, 11):
         tables = [LakeTable(url, CHANGES) for _ in range(4)]

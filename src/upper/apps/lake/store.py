@@ -262,6 +262,7 @@ class ObjectStore(LakeStore):
                 account.partition(".")[0],
                 account_key=self._option("AZURE_STORAGE_ACCOUNT_KEY"),
                 sas_token=self._option("AZURE_STORAGE_SAS_TOKEN"),
+                **azure_hosts(account, self._option("AZURE_STORAGE_ENDPOINT") or ""),
             )
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         # All or none: without options, Arrow also finds the credentials of profiles and instances.
@@ -327,6 +328,24 @@ class ObjectStore(LakeStore):
         return nullcontext()
 
 
+def azure_hosts(host: str, endpoint: str) -> dict[str, str]:
+    """Where Arrow finds an account of Azure: in the cloud that the URL names, or at an endpoint.
+
+    The path of an endpoint is the account, as in `http://127.0.0.1:10000/devstoreaccount1`.
+    """
+    if not endpoint:
+        _, _, cloud = host.partition(".dfs.")
+        return {
+            f"{kind}_storage_authority": f".{kind}.{cloud or 'core.windows.net'}" for kind in ("blob", "dfs")
+        }
+    parts = urlsplit(endpoint)
+    return {
+        f"{kind}_storage_{what}": value
+        for kind in ("blob", "dfs")
+        for what, value in (("authority", parts.netloc), ("scheme", parts.scheme))
+    }
+
+
 def open_store(place: LakeStore | Path | str, options: Mapping[str, str] | None = None) -> LakeStore:
     """The store of a path or URL. A relative path is resolved: workers have other working directories."""
     if isinstance(place, LakeStore):
@@ -355,7 +374,7 @@ def open_store(place: LakeStore | Path | str, options: Mapping[str, str] | None 
         )
         raise InvalidArguments(f"the URL of a lake names a bucket and a path in it: {form}")
     chosen = {**PATIENCE, **(options or {})}
-    endpoint = chosen.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    if endpoint.startswith("http://"):
-        chosen.setdefault("AWS_ALLOW_HTTP", "true")  # Delta's library requires it
+    for endpoint in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
+        if (chosen.get(endpoint) or os.environ.get(endpoint) or "").startswith("http://"):
+            chosen.setdefault("allow_http", "true")  # Delta's library requires it
     return ObjectStore(place.rstrip("/"), chosen)

@@ -1,0 +1,84 @@
+"""A lake in Azure, on Azurite: the same guarantees as in a directory and on S3."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+import upper
+from tests.apps.test_lake_model import SET, World, live_through
+from tests.apps.test_lake_objects import race_for_versions
+from tests.nodes import Node
+from tests.objects import AZURITE_ACCOUNT, AZURITE_KEY, BUCKET, azure_store
+from upper.apps.lake.store import azure_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+NUMBERS = count()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with azure_store(tmp_path_factory.mktemp("azure")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a lake that does not exist yet; the environment has the credentials."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return f"abfss://{BUCKET}@{AZURITE_ACCOUNT}.dfs.core.windows.net/lake-{next(NUMBERS)}"
+
+
+def test_every_kind_of_work_is_done_in_azure(url: str) -> None:
+    work = ("round", "refresh", "due", "lost files", "merge", "trim", "foreign", "erase")
+    live_through(World(url), [([SET] * 6, [("promote", 0, b"", 2)], [SET], turn, None) for turn in work])
+
+
+@pytest.mark.parametrize("killed", [0, 2, 4])
+def test_a_driver_that_is_killed_around_a_commit_is_followed_by_the_next(url: str, killed: int) -> None:
+    live_through(
+        World(url),
+        [
+            ([SET] * 4, [], [], "refresh", None),
+            ([("promote", 0, b"", 2), SET, ("mutation", 1, b"b", 0)], [], [], "refresh", killed),
+        ],
+    )
+
+
+def test_of_several_writers_of_a_version_azure_accepts_one(url: str) -> None:
+    race_for_versions(url)
+
+
+def test_verbs_take_the_url_and_print_no_key(server: dict[str, str], url: str, tmp_path: Path) -> None:
+    def run(*words: str) -> str:
+        command, env = [sys.executable, "-m", "upper", *words], {**os.environ, **server}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=140, check=False)
+        assert done.returncode == 0, done.stderr
+        assert AZURITE_KEY not in done.stdout + done.stderr
+        return done.stdout
+
+    with Node(tmp_path / "node", partitions=8) as node, upper.connect(node.url) as bucket:
+        bucket.set_many({f"k{number}": b"x" * 100 for number in range(300)})
+        run("sync", node.url, url, "--once", "--local")
+        assert "300" in run("query", url, "select count(*) as n from latest")
+        assert "the lake is true" in run("verify", node.url, url, "--local")
+    assert "changes" in run("lake", url)
+
+
+def test_the_cloud_of_a_url_and_an_endpoint_are_found() -> None:
+    china = azure_hosts("account.dfs.core.chinacloudapi.cn", "")
+    assert china["blob_storage_authority"] == ".blob.core.chinacloudapi.cn"
+    assert china["dfs_storage_authority"] == ".dfs.core.chinacloudapi.cn"
+    assert azure_hosts("account.dfs.core.windows.net", "https://here:8443/account") == {
+        "blob_storage_authority": "here:8443",
+        "blob_storage_scheme": "https",
+        "dfs_storage_authority": "here:8443",
+        "dfs_storage_scheme": "https",
+    }
