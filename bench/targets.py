@@ -1,19 +1,23 @@
-"""Targets outside: replication against the writer of `upper load`, Kafka against its own producer.
+"""Targets outside: replication against the writer of `upper load`, Kafka and OpenSearch against their own.
 
 Each pair writes the same items of 100 bytes, in one process, in one run.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 
 import upper
 from bench import Absent, Row
 from bench.load import load, node, scratch
 from tests.nodes import Node
 from upper.apps.push.kafka import kafka_target
+from upper.apps.push.opensearch import IndexOptions, IndexTarget
 from upper.apps.push.rounds import Push
+from upper.apps.push.search_engine import BULK_OPERATIONS, parse_opensearch
 from upper.apps.replicate.replicate import BucketPair, ReplicationSettings
 from upper.cli.load_generator import LoadSettings
 from upper.cli.load_generator import load as write_items
@@ -28,7 +32,14 @@ def rows(quick: bool) -> Iterator[Row]:
     with node(partitions=PARTITIONS) as running:
         load("write", running.port, n=items // 8, c=8, d=100, V=PARTITIONS)
         yield from replicating(running, items)
-        yield from kafka(running, items)
+        absent = []
+        for part in (kafka, opensearch):
+            try:
+                yield from part(running, items)
+            except Absent as missing:
+                absent.append(str(missing))
+        if absent:
+            raise Absent("; ".join(absent))
 
 
 def taken(push: Push) -> tuple[int, float]:
@@ -105,3 +116,48 @@ def kafka(running: Node, items: int) -> Iterator[Row]:
     yield Row(
         name="push to Kafka", value=rate, unit="records/s", ratio=rate / alone, against="Kafka's producer"
     )
+
+
+def opensearch(running: Node, items: int) -> Iterator[Row]:
+    """Against bulk requests of documents that are ready, one after the other as the push sends them."""
+    import pytest
+
+    from tests.search_engines import opensearch as engine
+
+    source = BucketSource(running.url)
+    try:
+        with scratch() as directory, engine(directory) as server:
+            host, _, port = server.partition(":")
+            bodies = list(bulk_bodies(items))
+            connection = HTTPConnection(host, int(port), timeout=600)
+            began = time.perf_counter()
+            for body in bodies:
+                headers = {"Content-Type": "application/x-ndjson"}
+                connection.request("POST", "/alone/_bulk?filter_path=errors", body=body, headers=headers)
+                answer = connection.getresponse()
+                assert json.loads(answer.read()) == {"errors": False}, "a document was refused"
+            alone = items / (time.perf_counter() - began)
+            connection.close()
+            cluster = parse_opensearch(f"opensearch://{server}", lambda user: "")
+            target = IndexTarget(cluster, IndexOptions("pushed", "bench", PARTITIONS))
+            rate = rate_of(Push(source, target, LocalRunner()))
+    except pytest.skip.Exception as missing:
+        raise Absent(f"no OpenSearch: {missing}") from None
+    finally:
+        source.close()
+    yield Row(name="bulk requests to OpenSearch, ready documents", value=alone, unit="documents/s")
+    yield Row(
+        name="push to OpenSearch",
+        value=rate,
+        unit="documents/s",
+        ratio=rate / alone,
+        against="bulk requests of ready documents",
+    )
+
+
+def bulk_bodies(items: int) -> Iterator[bytes]:
+    about = {"seqno": 1, "partition": 1, "cas": "1" * 19}
+    document = json.dumps({"about": about, "text": "v" * 100}).encode()
+    for first in range(0, items, BULK_OPERATIONS):
+        keys = range(first, min(items, first + BULK_OPERATIONS))
+        yield b"".join(b'{"index":{"_id":"key-%d"}}\n%b\n' % (key, document) for key in keys)

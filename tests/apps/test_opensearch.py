@@ -74,7 +74,9 @@ def test_an_index_follows_a_bucket_through_a_rollback(
     server: str, engine: HttpEngine, node: Node, tmp_path: Path
 ) -> None:
     with upper.connect(node.url) as bucket:
-        bucket.set_many((f"k{n}", json.dumps({"n": n, "title": f"number {n}"})) for n in range(500))
+        bucket.set_many(
+            (f"k{n}", json.dumps({"n": n, "title": f"number {n}"})) for n in range(6_000)
+        )  # for several workers
         bucket.delete_many(f"k{n}" for n in range(50))
         bucket.set(b"\xff\x00", b"\xfe")
         source = BucketSource(node.url)

@@ -94,6 +94,9 @@ class ModelEngine:
             for id_, found in self.live(OPTIONS.index).items()
         }
 
+    def another(self) -> ModelEngine:
+        return self
+
     def close(self) -> None:
         pass
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
-from upper.apps.push.content import as_base64, content, packed
+from upper.apps.push.content import content, key_text, quoted
 from upper.apps.push.state import TargetState, WorkMode
 from upper.apps.push.tasks import (
     SIGNS,
@@ -76,6 +77,12 @@ class KafkaOptions:
     def identity(self) -> str:
         """The transactional id."""
         return f"upper-{self.name}-{self.topic}"
+
+    @cached_property
+    def about(self) -> str:
+        """The fields of `source` that all records share, as JSON."""
+        names = {"version": VERSION, "connector": "upper", "name": self.name, "db": self.bucket}
+        return ",".join(f'"{name}":{quoted(value)}' for name, value in names.items())
 
     def document(self, partition: Partition, slot: int | None = None) -> bytes:
         return f"{self.name}/{partition}/{'state' if slot is None else f'keys/{slot}'}".encode()
@@ -195,45 +202,25 @@ def envelope(
     mutation = row["operation"] == MUTATION
     cas, revision = (row.get("cas") or 0) & SIGNS, (row.get("revision") or 0) & SIGNS
     moment = cas // 1_000_000  # a CAS is a time in nanoseconds
-    after = None
+    after = "null"
     if mutation:
-        after = {
-            "key": text_of(row["key"]),
-            **content(row["value"] or b""),
-            "flags": (row.get("flags") or 0) & 0xFFFFFFFF,
-            "expiration": (row.get("expiration") or 0) & 0xFFFFFFFF,
-        }
+        field, text, _ = content(row["value"] or b"")
+        after = (
+            f'{{"key":{key_text(row["key"])},"{field}":{text},"flags":{(row.get("flags") or 0) & 0xFFFFFFFF},'
+            f'"expiration":{(row.get("expiration") or 0) & 0xFFFFFFFF}}}'
+        )
     operation = "r" if mutation and snapshot else "d" if not mutation else "c" if revision == 1 else "u"
-    value = {
-        "before": None,
-        "after": after,
-        "source": {
-            "version": VERSION,
-            "connector": "upper",
-            "name": options.name,
-            "ts_ms": moment,
-            "snapshot": "true" if snapshot else "false",
-            "db": options.bucket,
-            "partition": row["partition"],
-            "branch": str((row.get("branch") or 0) & SIGNS),
-            "seqno": str(row["seqno"]),
-            "cas": str(cas),
-            "revision": str(revision),
-            "expired": row["operation"] == EXPIRATION,
-            "rollback": rollback,
-        },
-        "op": operation,
-        "ts_ms": moment,
-    }
-    return packed(value)
+    return (
+        f'{{"before":null,"after":{after},"source":{{{options.about},"ts_ms":{moment},'
+        f'"snapshot":"{_truth(snapshot)}","partition":{row["partition"]},'
+        f'"branch":"{(row.get("branch") or 0) & SIGNS}","seqno":"{row["seqno"]}","cas":"{cas}",'
+        f'"revision":"{revision}","expired":{_truth(row["operation"] == EXPIRATION)},'
+        f'"rollback":{_truth(rollback)}}},"op":"{operation}","ts_ms":{moment}}}'
+    ).encode()
 
 
-def text_of(key: bytes) -> str | dict[str, str]:
-    """Text, or what is not UTF-8 in base64."""
-    try:
-        return key.decode()
-    except UnicodeDecodeError:
-        return as_base64(key)
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
 
 
 # ── The library ───────────────────────────────────────────────────────────────────────────────────

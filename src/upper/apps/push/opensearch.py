@@ -131,7 +131,7 @@ class IndexTarget:
         return held
 
     def open(self, task: int) -> IndexSession:
-        return IndexSession(self._engine, self._options)
+        return IndexSession(self._engine.another(), self._options)
 
 
 class IndexSession:
@@ -332,17 +332,13 @@ def key_of(id_: str) -> bytes:
 
 def document(value: bytes, about: Mapping[str, Any]) -> bytes:
     """The source of a document. Raises ValueError for a value that has a field of our name."""
-    fields = content(value)
+    field, text, parsed = content(value)
     ours = packed({OURS: about})
-    if not isinstance(fields.get("value"), dict):
-        return ours[:-1] + b"," + packed(fields)[1:]
-    if OURS in fields["value"]:
+    if not isinstance(parsed, dict):
+        return ours[:-1] + f',"{field}":{text}}}'.encode()
+    if OURS in parsed:
         raise ValueError(f"the value has a field {OURS}, which is reserved")
-    if not fields["value"]:
-        return ours
-    # The text itself, so that numbers stay as they are. Line breaks are outside of strings in JSON.
-    text = value.strip().replace(b"\r", b" ").replace(b"\n", b" ")
-    return ours[:-1] + b"," + text[1:]
+    return ours[:-1] + b"," + text[1:].encode() if parsed else ours
 
 
 def _state_of(found: StoredDocument) -> TargetState:

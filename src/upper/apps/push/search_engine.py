@@ -14,7 +14,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from random import random
 from typing import Any, Protocol
@@ -83,6 +83,10 @@ class SearchEngine(Protocol):
         """The ids of all documents with these terms. `by`: a keyword field that holds the id."""
         ...
 
+    def another(self) -> SearchEngine:
+        """The same cluster over a connection of its own: one is for one thread."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -109,6 +113,9 @@ class HttpEngine:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def another(self) -> HttpEngine:
+        return replace(self)
 
     # ── The calls ─────────────────────────────────────────────────────────────────────────────────
 
