@@ -177,7 +177,7 @@ def test_parquet_of_other_programs_is_imported(bucket: Any) -> None:
     ]
     assert bucket.get("a").value == b'{"name":"a","price":1}'
     assert done.written == 2
-    with pytest.raises(InvalidArguments, match="no Parquet file"):
+    with pytest.raises(InvalidArguments, match="not a Parquet file"):
         imported(bucket, "parquet", b"something else")
 
 
