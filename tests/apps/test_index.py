@@ -332,7 +332,7 @@ def test_without_tantivy_the_extra_is_named(
         ("Big", ["title"], [], "is not a name of an index"),
         ("x", [], [], "at least one path"),
         ("x", ["_id"], [], "is not a path in"),
-        ("x", ["a"], ["a"], "is there twice"),
+        ("x", ["a"], ["a"], "is named twice"),
         ("all", ["a"], [], "there is an index 'all' already"),
     ],
 )

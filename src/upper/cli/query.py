@@ -13,11 +13,10 @@ position of `changes`.
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from contextlib import ExitStack, closing
 
-from upper.cli.common import add_credentials, add_lake, lake_of, url_of
-from upper.cli.durations import seconds
+from upper.cli.common import add_lake, lake_of
 from upper.cli.output import ExitCode, Output
+from upper.cli.waiting import add_after, after
 
 EXAMPLES = """
 upper query ./lake "select operation, count(*) from changes group by all"
@@ -32,37 +31,18 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_lake(parser)
     parser.add_argument("sql", metavar="SQL", help="the query")
     parser.add_argument("--allow-files", action="store_true", help="allow SQL to read and write other files")
-    parser.add_argument(
-        "--after",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="wait until the lake has this write; may be repeated",
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=30.0, metavar="TIME", help="wait at most this long (30s)"
-    )
-    parser.add_argument("--url", metavar="URL", help="ask this bucket whether a write was taken back")
-    add_credentials(parser)
+    add_after(parser, "lake")
 
 
 def run(args: Namespace, out: Output) -> ExitCode:
     from upper.apps.lake.query import query
 
-    with ExitStack() as stack:
-        bucket_state = None
-        if args.url and args.after:
-            from upper.pipeline.source import BucketSource
-
-            source = stack.enter_context(closing(BucketSource(url_of(args), name="upper-query")))
-            bucket_state = source.bucket_state
+    with after(args, "upper-query") as waiting:
         rows = query(
             lake_of(args),
             args.sql,
             allow_files=args.allow_files,
-            after=args.after,
-            timeout=args.timeout,
-            bucket_state=bucket_state,
+            **waiting,
         )
         out.show(rows, empty="no rows")
     return ExitCode.OK
