@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import pytest
@@ -54,6 +55,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("summaries of tests")
         for test, line in sorted(printed):
             terminalreporter.line(f"{test.partition('::')[0]}: {line}")
+
+
+@pytest.fixture(autouse=True)
+def _logging_of_verbs() -> Iterator[None]:
+    """A verb that runs inside a test logs to the standard error of that test alone."""
+    yield
+    logger = logging.getLogger("upper")
+    logger.handlers, logger.propagate = [], True
 
 
 @pytest.fixture

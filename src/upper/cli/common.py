@@ -171,7 +171,7 @@ def log_to_stderr(out: Output) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{erase}%(asctime)s %(message)s", "%Y-%m-%dT%H:%M:%S%z"))
     logger = logging.getLogger("upper")
-    logger.addHandler(handler)
+    logger.handlers = [handler]  # one, also where a program runs several verbs
     logger.propagate = False
 
 
