@@ -28,9 +28,8 @@ class SharedSession:
         from upper.spark.session import running, start
 
         if self._session is None or not running():
-            self._session = start(
-                app="tests", master="local[2]", settings={"spark.sql.shuffle.partitions": "2"}
-            )
+            settings = {"spark.sql.shuffle.partitions": "2"}
+            self._session = start(app="tests", master="local[2]", settings=settings, tasks_only=True)
             register(self._session)
         return self._session
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from upper.spark.session import NoSpark, SparkRunner
+from upper.spark.session import STARTS_FAST, NoSpark, SparkRunner
 from upper.spark.workers import WorkerSettings, workers
 
 if TYPE_CHECKING:
@@ -25,6 +25,14 @@ def test_a_session_that_was_running_is_used_with_its_settings_and_goes_on(spark:
     assert SparkRunner(spark).run([lambda: 4]) == [4]
     assert spark.conf.get("spark.sql.shuffle.partitions") == shuffles
     assert spark.sparkContext.appName == "tests"
+
+
+def test_a_session_for_tasks_starts_java_with_less_work(spark: SparkSession) -> None:
+    options = spark.conf.get("spark.driver.extraJavaOptions", "") or ""
+    assert set(STARTS_FAST) <= set(options.split())
+    jvm: Any = spark._jvm
+    arguments = jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments()
+    assert set(STARTS_FAST) <= set(arguments), "Java was started with them"
 
 
 def test_a_runner_whose_session_was_stopped_reports_it_and_the_next_test_gets_another(

@@ -28,6 +28,9 @@ from upper.pipeline.target import NoWorkers, WorkFailed
 from upper.spark import java
 
 T = TypeVar("T")
+# Java's optimising compiler takes a third of the processor time of a short run, and improves only code that
+# rows pass through. A virtual machine without these options ignores them.
+STARTS_FAST = ("-XX:+IgnoreUnrecognizedVMOptions", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 WATCH_INTERVAL = 0.5  # seconds between two reports of finished tasks
 
 
@@ -46,8 +49,11 @@ def start(
     master: str = "local[*]",
     settings: Mapping[str, str] | None = None,
     py_files: Sequence[str] = (),
+    tasks_only: bool = False,
 ) -> SparkSession:
     """A session; `master` is `local[*]`, or the address of a cluster.
+
+    `tasks_only`: Java schedules Python tasks and sees no rows, so that it starts with less work.
 
     Where one is running, it is that one with its own settings: a process has one Spark context.
     """
@@ -66,8 +72,11 @@ def start(
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "8",
     }
+    options = list(STARTS_FAST) if tasks_only and local else []
     if "SPARK_CONF_DIR" not in os.environ:
-        conf["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={_quiet()}"
+        options.append(f"-Dlog4j2.configurationFile={_quiet()}")
+    if options:
+        conf["spark.driver.extraJavaOptions"] = " ".join(options)
     if local:
         conf |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     builder = SparkSession.builder

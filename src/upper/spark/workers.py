@@ -41,7 +41,9 @@ def workers(app: str, settings: WorkerSettings, *, stop_within: float | None = N
     # Jobs of several pools share the workers.
     conf = {"spark.scheduler.mode": "FAIR", **settings.spark}
     foreign = running()
-    session = start(app=app, master=settings.master, settings=conf, py_files=settings.py_files)
+    session = start(
+        app=app, master=settings.master, settings=conf, py_files=settings.py_files, tasks_only=True
+    )
     try:
         yield lambda *, pool=None, watch=None: SparkRunner(session, pool=pool, watch=watch)
     finally:
