@@ -307,7 +307,7 @@ def test_mistakes_get_a_sentence_and_a_code(url: str) -> None:
     assert "0 to 15" in run("tail", url, "--partitions", "99", code=2)
     assert "give a number from 0 to 1" in run("load", url, "--deletes", "200%", code=2)
     assert "give a number from 0 to 1" in run("load", url, "--deletes", "many", code=2)
-    assert "there are none" in run("load", url, "--items", "0", "--updates", "5", code=2)
+    assert "write at least one" in run("load", url, "--items", "0", "--updates", "5", code=2)
     assert "more than" in run("load", url, "--items", "1", "--value-size", "30000000", code=4)
     assert "there is no partition 500; they are 0 to 15" in run("failover-log", url, "-p", "500", code=2)
     assert "there is no partition 500; they are 0 to 15" in run("promote", url, "-p", "500", code=2)

@@ -15,6 +15,7 @@ import pytest
 from tests.cluster.running import PATIENCE, RunningCluster
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.query import query
+from upper.apps.lake.tables import exists
 from upper.cli.main import main
 from upper.cluster import administration
 from upper.cluster.agreement.embedded import FILE
@@ -46,7 +47,7 @@ def until(condition: Callable[[], bool], what: str, log: Path) -> None:
 
 def rows(lake: Path, table: str) -> list[tuple[str, str]]:
     """Keys and values."""
-    if not (lake / table).exists():
+    if not exists(lake):
         return []
     return [
         (row["key"].decode(), row["value"].decode()) for row in query(lake, f"select key, value from {table}")
