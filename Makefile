@@ -47,7 +47,7 @@ format: $(READY) ## format the source as `make check` requires
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## measure, compare, write docs/benchmarks.md (QUICK=1: under two minutes, rough numbers, into out/)
+bench: $(READY) ## measure, compare, write docs/benchmarks.md (QUICK=1: three minutes, rough numbers, into out/)
 	$(BIN)/python -m bench $(if $(QUICK),--quick) --json out/bench.json $(GROUPS)
 	$(BIN)/python -m bench.page out/bench.json --into $(if $(QUICK)$(GROUPS),out/page,docs)
 

@@ -88,7 +88,7 @@ load generator, the node and the compared programs.{roughly}
 ## How to repeat it
 
 ```sh
-make bench QUICK=1     # under two minutes, rough numbers; does not change this page
+make bench QUICK=1     # three minutes, rough numbers; does not change this page
 ```
 
 Without `QUICK=1` it takes about ten minutes and rewrites this page; `GROUPS="node growth"` measures some

@@ -59,7 +59,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "backup": ("upper.cli.backup", "list, verify or prune the commits of a lake"),
     "restore": ("upper.cli.restore", "bring a bucket to a commit of a lake"),
     "replicate": ("upper.cli.replicate", "replicate a bucket to another one"),
-    "push": ("upper.cli.push", "push changes to Kafka"),
+    "push": ("upper.cli.push", "push changes to Kafka or OpenSearch"),
     "export": ("upper.cli.export", "write items to JSON lines, CSV or Parquet"),
     "import": ("upper.cli.import_", "store the rows of such a file in a bucket"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
