@@ -190,6 +190,7 @@ def test_overwriting_keeps_memory_within_a_third_more_than_what_is_alive(compile
 
 
 def test_moving_values_out_gives_their_memory_back(compiled: ModuleType) -> None:
+    others = compiled.map_memory_held()  # of maps that earlier tests have left to the garbage collector
     records = compiled.RecordMap()
     sizes = {}
     for number in range(20_000):
@@ -202,7 +203,7 @@ def test_moving_values_out_gives_their_memory_back(compiled: ModuleType) -> None
         assert records.move_out(b"key-%05d" % number, number + 1, place)
     assert records.evicted == records.size == sum(sizes.values())
     assert records.memory < before / 5
-    assert compiled.map_memory_held() < held / 2
+    assert compiled.map_memory_held() - others < (held - others) / 2
 
 
 def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
