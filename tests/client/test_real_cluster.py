@@ -230,12 +230,6 @@ def test_a_failover_that_loses_a_tail_rolls_back_exactly_the_consumers_that_rece
             assert follower.seqnos[partition][:high] == list(range(1, high + 1))
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="when a partition is handed over, a batch with one of its changes is reported as not stored for "
-    "all partitions of the batch, and the client writes it again; `ReleaseQueue.withdraw` must fail the "
-    "responses of that partition alone",
-)
 @pytest.mark.parametrize("form", ["events", "events over couchbase://", "columns over couchbase://"])
 def test_a_feed_follows_a_rebalance_without_a_rollback(cluster: RunningCluster, form: str) -> None:
     cluster.create(2)

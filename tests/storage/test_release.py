@@ -104,6 +104,28 @@ def test_a_history_that_ends_here_is_withdrawn_and_its_changes_stay_unconfirmed(
     assert (bucket.partitions[0].durable, bucket.partitions[1].durable) == (0, 1)
 
 
+def test_a_partition_that_is_handed_over_fails_no_response_to_what_every_copy_has(opened: Open) -> None:
+    bucket = opened()
+    zero, one = bucket.partitions[:2]
+    gate = Watermarks(0, 1)
+    released: list[Commit] = []
+    bucket.releases.install(gate)
+    bucket.subscribe(released.append)
+    for _ in range(2):
+        zero.write(b"moves", b"v")
+        one.write(b"stays", b"v")
+        bucket.commit()
+    gate.marks[0] = 1
+    bucket.releases.confirm(zero)
+    assert (zero.durable, released) == (1, [])
+    bucket.releases.withdraw(zero, NotMyPartition("another node is active", partition=0))
+    gate.marks[1] = 2
+    bucket.releases.release()
+    assert [commit.unconfirmed is None for commit in released] == [True, False]
+    assert [len(commit.records) for commit in released] == [1, 1], "its streams have ended"
+    assert (zero.durable, one.durable) == (1, 2)
+
+
 def test_a_rollback_takes_unreleased_changes_out_of_the_queue(opened: Open) -> None:
     bucket = opened()
     store = bucket.partitions[0]

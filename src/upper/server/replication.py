@@ -230,6 +230,8 @@ class Replication:
         for number in tuple(self._waiting):
             self._refresh(Partition(number))
         self.bucket.releases.release()
+        for number in self._parked:
+            self.bucket.releases.confirm(self.bucket.partitions[number])
         self.node.release_majorities()
 
     # ── What the cluster decides ──────────────────────────────────────────────────────────────────
@@ -323,6 +325,8 @@ class Replication:
     def park(self, partition: Partition, parked: bool) -> None:
         """Let requests of this partition wait while it is handed over; or go on."""
         (self._parked.add if parked else self._parked.discard)(partition)
+        if parked:
+            self.bucket.releases.confirm(self.bucket.partitions[partition])
         self._refresh(partition)
 
     def changed(self, partition: Partition) -> None:

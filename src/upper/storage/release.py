@@ -68,6 +68,7 @@ class ReleaseQueue:
         self._on_written: list[Listener] = []
         self._on_release: list[Listener] = []
         self._releasing = False
+        self._confirmed: set[int] = set()  # partitions that some of these batches no longer wait for
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -125,12 +126,27 @@ class ReleaseQueue:
 
         With a reason, responses to its changes fail instead of confirming them.
         """
+        confirmed = store.id in self._confirmed
+        self._confirmed.discard(store.id)
         for place, (commit, held) in enumerate(self._queue):
             kept = [entry for entry in held if entry[0] is not store]
-            if len(kept) < len(held):
+            if len(kept) < len(held) or confirmed:
                 rest = [one for one in commit.records if records.partition_of_record(one) != store.id]
-                commit = commit._replace(records=rest, unconfirmed=why or commit.unconfirmed)
+                failed = why if len(kept) < len(held) else None
+                commit = commit._replace(records=rest, unconfirmed=failed or commit.unconfirmed)
                 self._queue[place] = Unreleased(commit, kept)
+
+    def confirm(self, store: PartitionStore) -> None:
+        """Batches do not wait for this partition any more where the gate is open for it.
+
+        Before a handover: then `withdraw` fails no response to a change that every in-sync copy has.
+        """
+        for place, (commit, held) in enumerate(self._queue):
+            done = [entry for entry in held if entry[0] is store]
+            if done and self._gate is not None and self._gate.opens(_stores(done)):
+                self._reach(done, exposed=True)
+                self._confirmed.add(store.id)
+                self._queue[place] = Unreleased(commit, [entry for entry in held if entry[0] is not store])
 
     def _reach(self, reached: Reached, *, exposed: bool) -> None:
         if kernel.reach(reached, exposed) > FAST_SEQNOS:
