@@ -88,7 +88,7 @@ class KeyNotFound(Refused):
 
 
 class KeyExists(Refused):
-    """The key exists, or its CAS is another than the one given."""
+    """The key exists, or its CAS differs from the one in the request."""
 
     status = 0x02
 
@@ -198,7 +198,7 @@ class SubdocumentError(Refused):
 
 
 class Unreachable(UpperError):
-    """No node answered, within the time given. `sent`: a request was sent, and may have been performed."""
+    """No node answered in time. `sent`: a request was sent, and may have been performed."""
 
     exit_code = 3
     sent = False
@@ -246,14 +246,14 @@ class RollbackRequired(UpperError):
 
 
 class ClusterError(UpperError):
-    """The cluster, its map or its agreement store cannot be used as asked."""
+    """The cluster, its map or its agreement store cannot be used as requested."""
 
     status = 0x86
     exit_code = 4
 
 
 class StorageError(UpperError):
-    """The data directory cannot be used as asked. Nothing in it was changed."""
+    """The data directory cannot be used as requested. Nothing in it was changed."""
 
     status = 0x86
     exit_code = 5

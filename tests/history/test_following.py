@@ -356,7 +356,7 @@ def test_a_consumer_that_is_done_or_rolls_back_requests_no_stream_even_after_a_l
 def test_an_accepted_stream_without_its_log_is_no_use() -> None:
     stream = ConsumerStream()
     stream.ask()
-    with pytest.raises(LocalProtocolError, match="ask for it"):
+    with pytest.raises(LocalProtocolError, match="request the log"):
         stream.accepted(())
 
 

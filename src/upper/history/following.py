@@ -1,7 +1,7 @@
 """The stream of one partition, on the receiving side.
 
 The machine holds the consumer's position, decides what it may claim when it resumes, and orders the
-handshake: the failover log, the rollback by the application, the stream. It guarantees that
+handshake: failover log, rollback by the application, stream. It guarantees that
 
 - a marker moves nothing, only a change does; and only at the end of a snapshot is the consumer consistent;
 - a position inside a snapshot is claimed together with the snapshot's bounds where the dialect has them.
@@ -142,7 +142,7 @@ class GoBack:
 
 @dataclass(frozen=True, slots=True)
 class RequestStream:
-    """Ask for a stream from this position, with the failover log in the answer.
+    """Request a stream from this position, with the failover log in the response.
 
     A dialect without fields for the snapshot sends the seqno alone; an end of NO_END is never sent.
     """
@@ -159,7 +159,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Everything is gone; this is the change at `seqno`."""
+    """All items are deleted; this is the change at `seqno`."""
 
     seqno: Seqno
 
@@ -185,7 +185,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The stream has ended; ask again to go on."""
+    """The stream has ended; request it again to continue."""
 
     reason: EndReason
 
@@ -228,7 +228,7 @@ class ConsumerStream:
 
     @property
     def consistent_at(self) -> Seqno:
-        """The newest place where everything had been seen."""
+        """The newest seqno at which the consumer was consistent."""
         return self.trail.ends[-1] if self.trail.ends else ZERO
 
     @property
@@ -266,17 +266,17 @@ class ConsumerStream:
         return *back, RequestStream(position)
 
     def accepted(self, versions: Sequence[Version]) -> FollowEffects:
-        """The producer lets us go on, and this is its failover log.
+        """The producer accepted the request, and this is its failover log.
 
-        The log must be the one of this answer: a position that is kept under an older branch than the one it
-        was read from is a false claim later on.
+        The log must be the one of this response: a position stored under an older branch than the one it was
+        read from would be accepted wrongly later.
         """
         log = FailoverLog(tuple(versions)) if versions else None
         unproven = self.claim.snapshot.end == NO_END and (log is None or log.branch != self.branch)
         self._move(FollowCue.UNPROVEN if unproven else FollowCue.ACCEPTED)
         if log is None:
             raise LocalProtocolError(
-                "an accepted stream without a failover log cannot be resumed; ask for it"
+                "an accepted stream without a failover log cannot be resumed; request the log with the stream"
             )
         if unproven:
             # The snapshot may have ended past the point where the histories part.
@@ -287,7 +287,7 @@ class ConsumerStream:
         return NOTHING
 
     def rollback_required(self, to: Seqno) -> FollowEffects:
-        """The producer requires a position at or before `to`. Go back, then ask again."""
+        """The producer requires a position at or before `to`. Go back, then request again."""
         self._move(FollowCue.ROLLBACK)
         # A producer that names the present position again must not repeat the handshake forever.
         limit = min(to, Seqno(self.seqno - 1)) if self.seqno == self.consistent_at else to

@@ -1,6 +1,6 @@
 """The producer's machine for one stream of one partition. All dialects use it.
 
-It decides what forms a snapshot and when that is sent; the records themselves are the driver's. Invariants:
+It decides what forms a snapshot and when it is sent; the driver handles the records. Invariants:
 
 - a snapshot is either everything that the store holds after the last one, each key once, or one commit;
 - no change is sent before it is durable here;
@@ -337,10 +337,10 @@ class ProducerStream:
         return (*effects, *self._finish(EndReason.OK)) if seqno >= self.until else effects
 
     def done(self, announced: Seqno, *, opened: bool = True) -> Effects:
-        """The records of the snapshot were sent. `announced` is the seqno of the last one of them.
+        """The records of the snapshot were sent. `announced` is the seqno of the last one.
 
-        Where the consumer was sent none, that is the `announced` of before. Not `opened`: it was not sent the
-        start of the snapshot either.
+        If none was sent, it is the previous `announced`. `opened` is whether the start of the snapshot was
+        sent.
         """
         if self.phase is Sending.ENDED:
             return NOTHING  # it ended while its last chunks were on their way
@@ -393,7 +393,7 @@ class ProducerStream:
         return *self._waiting_flush(), Take(self.sent)
 
     def stop(self, reason: EndReason) -> Effects:
-        """Ends the stream at once, inside a snapshot if need be."""
+        """Ends the stream at once, even inside a snapshot."""
         if self.phase is Sending.ENDED:
             return NOTHING
         return self._finish(reason)

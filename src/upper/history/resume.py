@@ -100,7 +100,7 @@ def answer(
 def redeliver(
     sent: Position, acknowledged: Position, log: FailoverLog, *, high: Seqno, purged: Seqno
 ) -> Resume | RollbackTo:
-    """Where a producer continues that keeps the position of its consumer: `decide`, for TAP.
+    """Where a producer that stores the position of its consumer continues: `decide`, for TAP.
 
     The consumer has everything up to `acknowledged`, and may have anything up to `sent`. It can be sent
     changes again, but it cannot roll back. So a rollback to 0 means that it must drop what it has; any other

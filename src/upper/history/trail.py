@@ -4,8 +4,8 @@ A consumer is consistent at a snapshot end, so it can roll back to one. If a pro
 426", the newest such end decides how much is read again. All ends are on the history of the log; others are
 removed when the consumer rolls back.
 
-The ends are thinned as they age: going back a little costs little, going back far may cost up to twice
-as far. So a bounded number of them covers any distance.
+The ends are thinned as they age: a consumer that must go back by a distance goes back by at most twice that
+distance. So a bounded number of ends covers any distance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Trail:
         if any(later <= earlier for earlier, later in pairwise((Seqno(0), *ends))):
             raise ValueError("snapshot ends grow, and none is 0")
         if ends and log is None:
-            raise ValueError("snapshot ends mean nothing without the failover log that names their branch")
+            raise ValueError("snapshot ends need the failover log that names their branch")
         self.log = log
         self.ends = list(ends)  # oldest first; 0 is always reachable and never listed
 

@@ -105,7 +105,7 @@ class Acknowledgements:
     owed: int = 0
 
     def processed(self, size: int) -> int:
-        """Counts what has been dealt with; the bytes to acknowledge now, mostly 0."""
+        """Counts processed bytes, and returns the bytes to acknowledge now, mostly 0."""
         if not self.size:
             return 0
         self.owed += size

@@ -149,7 +149,7 @@ class AddStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapConnect:
-    """TAP: one request that opens everything. A value that was not asked for is None."""
+    """TAP: the one request that opens all streams. An option that the client did not set is None."""
 
     name: bytes = b""
     opaque: int = 0
@@ -179,7 +179,7 @@ class StreamAccepted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackAnswer:
-    """The consumer must go back to `seqno` or before, and ask again."""
+    """The consumer must roll back to `seqno` or before, and request the stream again."""
 
     opaque: int
     seqno: Seqno
@@ -224,7 +224,7 @@ class Acknowledged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tap:
-    """What TAP puts around each message of a stream."""
+    """The fields that TAP adds to each message of a stream."""
 
     ttl: int = 255  # hops left, against replication loops
     no_value: bool = False  # the item has a value, and it was not sent
@@ -247,7 +247,7 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotMarker:
-    """A snapshot begins. Only a change inside it moves the consumer."""
+    """A snapshot begins. Only a change inside it moves the consumer's position."""
 
     partition: Partition
     opaque: int = 0
@@ -345,7 +345,7 @@ class SeqnoAdvanced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemEvent:
-    """DCP: a collection came or went. Kept as it came."""
+    """DCP: a collection was created or dropped. Kept as received."""
 
     partition: Partition
     seqno: Seqno
@@ -372,7 +372,7 @@ class TapOpaque:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """DCP: a message that we do not interpret (out-of-order snapshots, prepares, ...), kept as it came."""
+    """DCP: a message that we do not interpret (out-of-order snapshots, prepares, ...), kept as received."""
 
     opcode: int
     partition: Partition

@@ -26,7 +26,7 @@ class OpenEnum(IntEnum):
 
     @classmethod
     def name_of(cls, value: int) -> str:
-        """What a number is called that has no name."""
+        """The name of a number that is not defined."""
         return f"UNKNOWN_{value % UNKNOWN}"
 
     @classmethod
@@ -51,7 +51,7 @@ class EndReason(OpenEnum):
 
 
 class StreamFlag(IntFlag):
-    """What a consumer asks of a stream, beyond where it starts and ends."""
+    """Options of a stream request."""
 
     NONE = 0
     SEND_LOG = 0x01

@@ -75,7 +75,7 @@ class Position:
 
     @classmethod
     def at(cls, branch: BranchId, seqno: Seqno) -> Position:
-        """A position at the end of a snapshot: the only kind worth keeping."""
+        """A position at the end of a snapshot, where a consumer is consistent."""
         return cls(branch, seqno, Snapshot.at(seqno))
 
     def settled(self) -> Position:

@@ -21,7 +21,7 @@ def signed(branch: int) -> int:
 
 
 def rollback_row(partition: int, seqno: Seqno, branch: BranchId) -> pa.RecordBatch:
-    """The row that requires a query to take back what it has of a partition past `seqno`."""
+    """The row that requires a query to undo its changes of a partition past `seqno`."""
     row = dict.fromkeys(change_schema().names)
     row |= {"partition": partition, "seqno": seqno, "branch": signed(branch), "operation": ROLLBACK}
     return pa.RecordBatch.from_pylist([row], schema=change_schema())

@@ -1,7 +1,7 @@
 """Threads of this process as workers, for small buckets: nothing has to be started, and nothing is sent.
 
-Decoding, sorting, compressing and waiting for the network release Python's lock, so that the threads share
-the cores; what does not is slower than on Spark's processes.
+Decoding, sorting, compressing and waiting for the network release Python's lock, so the threads use all
+cores. Work that holds the lock is slower than in Spark's processes.
 """
 
 from __future__ import annotations

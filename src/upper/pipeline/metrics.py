@@ -89,7 +89,7 @@ class MetricsServer:
                     wrong = health()
                     self._send(200 if wrong is None else 503, f"{wrong or 'ready'}\n")
                 else:
-                    self._send(404, "there is /metrics and /health\n")
+                    self._send(404, "no such page; there are /metrics and /health\n")
 
             do_HEAD = do_GET
 

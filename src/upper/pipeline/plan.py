@@ -59,7 +59,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class RollbackHint:
-    """A producer answered a worker that asked to resume from `start`: roll back to `to`."""
+    """A producer answered a worker's request to resume from `start`: roll back to `to`."""
 
     start: Seqno
     to: Seqno
@@ -83,8 +83,8 @@ def divergences(
 ) -> list[Divergence]:
     """The partitions that must go back.
 
-    The failover log shows where histories diverge; what was purged is known to the producer alone. So a hint
-    counts as long as the target still stands where the worker asked from.
+    The failover log shows where histories diverge; only the producer has the purge seqno. So a hint counts as
+    long as the target is still at the position that the worker requested.
     """
     found = []
     for partition, log in sorted(bucket_state.logs.items()):
@@ -98,7 +98,7 @@ def divergences(
             why = f"histories diverge at {point}" if point else "no history in common"
             found.append(Divergence(partition, point, point, log.branch, why))
         elif hint and hint.start == stood:
-            why = f"the producer goes on from {hint.to} only: deletions are purged"
+            why = f"the producer resumes from {hint.to} only: deletions are purged"
             found.append(Divergence(partition, hint.to, point, log.branch, why))
     return found
 
@@ -106,8 +106,8 @@ def divergences(
 def shared_until(known: ResumePoints, log: FailoverLog, *, high: Seqno) -> Seqno:
     """The last seqno up to which the target's history of a partition and the producer's are the same.
 
-    The target's newest branch may be missing from the producer's log: a failover to a node behind the last
-    failover forgets it. The branch before it, which the target followed up to the newer one, may be there.
+    The target's newest branch may be missing from the producer's log: a failover to a node without the last
+    branch drops it. The branch before it, which the target followed up to the newer one, may be in the log.
     """
     until = known.position.seqno
     for version in known.log or ():
@@ -137,8 +137,8 @@ def rollback_plan(
 ) -> RollbackPlan | Seqno:
     """How far a partition goes back, or the seqno at or below which to look for an older place.
 
-    `known` is where the target stands, `end` the newest place up to `divergence.to` at which it was
-    consistent; None where it has none, or has trimmed its older changes: back to the beginning then.
+    `known` is the target's place, `end` the newest place up to `divergence.to` at which it was consistent;
+    None if it has none, or has trimmed its older changes: the partition then goes back to the beginning.
     """
     log = bucket_state.logs[divergence.partition]
     high = bucket_state.highs.get(divergence.partition, ZERO)
@@ -185,7 +185,7 @@ def read_ranges(
 
 
 def balanced(weights: Mapping[K, int], count: int) -> list[list[K]]:
-    """The keys dealt out to at most `count` workers: the heaviest first, to the worker that has least."""
+    """Keys distributed to at most `count` workers: the heaviest first, each to the worker with the least."""
     hands: list[tuple[int, int, list[K]]] = [
         (0, index, []) for index in range(max(1, min(count, len(weights))))
     ]
@@ -199,7 +199,7 @@ def balanced(weights: Mapping[K, int], count: int) -> list[list[K]]:
 def slices(
     ranges: Sequence[ReadRange], owners: Mapping[Partition, str], *, width: int
 ) -> list[list[ReadRange]]:
-    """The ranges dealt out to at most about `width` tasks, each reading from one node.
+    """The ranges distributed to at most about `width` tasks, each reading from one node.
 
     Every node that has something gets at least one task; further tasks go to the nodes with most to read.
     """

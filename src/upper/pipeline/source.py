@@ -1,4 +1,4 @@
-"""The bucket as the pipeline sees it: its state, and a reader of a part of its history.
+"""The bucket as a source of the pipeline: its state, and a reader of a part of its history.
 
 `ChangeSource` can be pickled: the driver asks it for the state of the bucket, and every worker opens its
 own streams through it. `BucketSource` is the one over a real bucket; `upper sync` and the `upr` format
@@ -47,7 +47,7 @@ class ChangeReader(Protocol):
 
     @property
     def rollbacks(self) -> Mapping[Partition, Seqno]:
-        """Partitions that the producer sent back to a seqno. Rows that were read of them are void."""
+        """Partitions that must roll back to a seqno. Rows that were read of them are invalid."""
         ...
 
     def __iter__(self) -> Iterator[pa.RecordBatch]: ...

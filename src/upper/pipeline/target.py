@@ -46,7 +46,7 @@ class Runner(Protocol):
 
     @property
     def width(self) -> int:
-        """How many tasks are worth having at a time."""
+        """How many tasks it runs at a time."""
         ...
 
     def run(self, tasks: Sequence[Task[T]]) -> list[T]:
@@ -59,7 +59,7 @@ class Applied(Protocol):
 
     @property
     def rollbacks(self) -> Mapping[Partition, Seqno]:
-        """Partitions that a producer sent back while they were read. Nothing of them is committed."""
+        """Partitions that must roll back while they were read. Nothing of them is committed."""
         ...
 
 
@@ -109,7 +109,7 @@ class Rounds(Generic[A]):
         return bool(self._hints)
 
     def round(self) -> BucketState:
-        """Bring the target up to the bucket's state of now, in one commit; nothing new, no commit."""
+        """Bring the target up to the bucket's present state, in one commit, or in none if nothing is new."""
         target, bucket_state = self._target, self._source.bucket_state()
         places = target.places()
         if not self._new_history and foreign_history(places, bucket_state):

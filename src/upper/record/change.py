@@ -94,7 +94,7 @@ def deletion(
 
 
 def snapshot_start(partition: int, end: int, purged: int | None = None) -> bytes:
-    """What the journal has before the changes of a snapshot: the seqno at which it ends, 0 if unknown.
+    """The journal's record before the changes of a snapshot: the seqno at which it ends, 0 if unknown.
 
     `purged` is the purge seqno of the copy that sent it, if that is known.
     """
@@ -104,7 +104,7 @@ def snapshot_start(partition: int, end: int, purged: int | None = None) -> bytes
 
 
 def snapshot_end(partition: int) -> bytes:
-    """What the journal has behind them: the partition is consistent here."""
+    """The journal's record after them: the partition is consistent here."""
     return HEADER.pack(REQUEST, SNAPSHOT_END, 0, 0, 0, partition, 0, 0, 0)
 
 
@@ -118,7 +118,7 @@ def settled(record: bytes, partition: int) -> bytes:
 
 
 def without_value(record: bytes) -> bytes:
-    """A mutation that keeps its key and its numbers alone; other records as they are."""
+    """A mutation reduced to its key and its numbers; other records unchanged."""
     if record[AT_OPCODE] != MUTATION:
         return record
     kept = record[AT_EXTRAS_LENGTH] + key_length(record)

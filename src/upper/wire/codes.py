@@ -178,7 +178,7 @@ class DataType(IntFlag):
 
 
 class Feature(_NumberedEnum):
-    """What the two ends of a connection may agree on in HELLO."""
+    """The features that the two sides of a connection negotiate in HELLO."""
 
     DATATYPE = 0x01
     TLS = 0x02
@@ -208,7 +208,7 @@ def spelled(member: Enum) -> str:
 
 
 class Numbers:
-    """One number for each member. Others mean nothing or, if `tolerant`, travel on."""
+    """One number for each member. Other numbers are errors or, if `tolerant`, keep their value."""
 
     def __init__(
         self, numbers: Mapping[int, Any], *, also: Mapping[Any, int] | None = None, tolerant: bool = False
@@ -326,7 +326,7 @@ DCP_STREAM_FLAGS = Bits(
 
 
 class TapOption(IntFlag):
-    """What a TAP client asks for when it connects. BACKFILL and LIST_VBUCKETS bring a value along."""
+    """Options of a TAP connect request. BACKFILL and LIST_VBUCKETS have a value."""
 
     BACKFILL = 0x01
     DUMP = 0x02

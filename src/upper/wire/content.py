@@ -1,4 +1,4 @@
-"""What the key or the value of a packet may hold: nothing, bytes, a layout, or many of one."""
+"""What the key or the value of a packet may hold: nothing, bytes, one layout, or a layout repeated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from upper.wire.packet import Layout
 
 
 class Content(ABC):
-    """A key or a value: which lengths are sound, and which attributes it holds."""
+    """A key or a value: which lengths are valid, and which attributes it holds."""
 
     names: tuple[str, ...] = ()
     wanted: str  # ends a sentence that begins with "it"
 
     @property
     def presence(self) -> bool | None:
-        """True where it must be there, False where it must not, None where it may."""
+        """True if it is required, False if it is not allowed, None if it is optional."""
         return True if not self.fits(0) else False if self is NOTHING else None
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Plain(Content):
 
     def __init__(self, name: str, *, required: bool) -> None:
         self.names, self.required = (name,), required
-        self.wanted = "must be there" if required else "may be there"
+        self.wanted = "is required" if required else "is optional"
 
     def fits(self, length: int) -> bool:
         return length > 0 or not self.required
@@ -49,9 +49,9 @@ class Plain(Content):
 
 
 class Nothing(Content):
-    """What must not be there."""
+    """A part that is not allowed."""
 
-    wanted = "must not be there"
+    wanted = "is not allowed"
 
     def fits(self, length: int) -> bool:
         return length == 0
@@ -64,7 +64,7 @@ class Nothing(Content):
 
 
 class Fixed(Content):
-    """A layout, where others have a value."""
+    """One layout of a fixed size."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, self.names = layout, layout.names
@@ -81,7 +81,7 @@ class Fixed(Content):
 
 
 class Many(Content):
-    """The same layout again and again, to the end of the value."""
+    """A layout repeated to the end of the value."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""DCP: what UPR shipped as, in Couchbase 3.0 and later, up to the packets of 7.x.
+"""DCP: the form of UPR in Couchbase 3.0 and later, up to the packets of 7.x.
 
-The same ideas on opcodes of their own: a connection is opened by name, a request states the
+The ideas are those of UPR, the opcodes differ: a connection is opened by name, a request states the
 snapshot around its start, a marker the bounds of the snapshot that it begins, and no message ends one.
 """
 

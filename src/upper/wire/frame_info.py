@@ -3,7 +3,7 @@
 Such a request has one byte for the length of its key, and in front of that one for the length of its options.
 An option is its number and its size, four bits each, and its bytes; 15 means that a byte with the rest
 follows. `plain` returns the request without them, as every handler reads it, and the options as a value. An
-option that changes what a request means and is not known here is refused, never left out.
+unknown option that may change what a request means is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DurabilityRequirement(NamedTuple):
 
 
 class RequestOptions(NamedTuple):
-    """What the framing extras of a request ask for."""
+    """The options in the framing extras of a request."""
 
     durability: DurabilityRequirement | None = None
     preserve_expiry: bool = False

@@ -1,9 +1,9 @@
 """Cutting bytes into packets: the one framer of both sides.
 
-A `Framer` keeps the bytes of a connection that are no whole packet yet, in the portions in which they came,
-and joins them once, when there are enough. `head` checks and cuts one packet; `kernel.scan` does the same for
-all packets of a buffer, with the same checks and errors. A header that breaks the rules raises as soon as it
-is there. Nothing is allocated because of a length field.
+A `Framer` keeps the bytes of a connection that do not form a whole packet yet, in the chunks in which they
+arrived, and joins them once, when there are enough. `head` checks and cuts one packet; `kernel.scan` does the
+same for all packets of a buffer, with the same checks and errors. An invalid header raises as soon as it has
+arrived. Nothing is allocated because of a length field.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Framer:
 
     @property
     def ready(self) -> bool:
-        """Whether what is kept may hold a whole packet."""
+        """Whether the kept bytes may hold a whole packet."""
         return bool(self._parts) and self.size >= self.needed
 
     def add(self, data: bytes) -> None:
-        """Keep what came, behind what is kept."""
+        """Append received bytes to the kept ones."""
         self._parts.append(data)
         self.size += len(data)
 
     def feed(self, data: bytes) -> bytes:
-        """Everything that came and was not cut yet; empty while the next packet is not whole."""
+        """All received bytes that were not cut yet; empty while the next packet is not whole."""
         if not self._parts:
             return data
         self.add(data)
         return self.take() if self.ready else b""
 
     def take(self) -> bytes:
-        """Everything that is kept; the framer keeps nothing then."""
+        """All kept bytes; the framer is empty afterwards."""
         data = b"".join(self._parts) if len(self._parts) > 1 else self._parts[0]
         self.clear()
         return data
@@ -68,7 +68,7 @@ class Framer:
         return head if left >= head.size else None
 
     def alternative(self, data: bytes, at: int, *, max_body: int = MAX_BODY) -> Header | None:
-        """The same for a request with framing extras. Its key length has another form, its size has not."""
+        """The same for a request with framing extras, whose key length has another form."""
         if len(data) - at < HEADER_SIZE:
             self.needed = HEADER_SIZE
             return None
@@ -82,7 +82,7 @@ class Framer:
         return head if len(data) - at >= head.size else None
 
     def put_back(self, data: bytes, at: int) -> None:
-        """What is left of `data` comes before what was added since."""
+        """Keep the rest of `data`, before what was added since."""
         if at < len(data):
             self._parts.insert(0, data[at:] if at else data)
             self.size += len(data) - at

@@ -1,10 +1,10 @@
 """Key-value: the memcached binary protocol, and what Couchbase added to it.
 
-All commands share two messages, `Request` and `Response`, which keep their extras as bytes; the rows
-name the fields in them and declare the sizes of requests. Responses are read whatever their extras are: a
-newer server may send more, and a status other than OK usually has none.
+All commands share two messages, `Request` and `Response`, which keep their extras as bytes; the rows name the
+fields in them and declare the sizes of requests. Responses are accepted with any extras: a newer server may
+send more, and a status other than OK usually has none.
 
-The one exception is 0x48: what it asks (how far is each partition?) belongs to streams as well, so it
+The one exception is 0x48, the request for the high seqno of each partition: streams use it too, so it
 has messages of its own, in every dialect.
 """
 

@@ -2,7 +2,7 @@
 
 A `Layout` is declared once, and packing, unpacking, length checks, the printed field tables and the
 reference page all come from the declaration. Nothing here depends on what a packet means, and nothing
-here allocates by a length that a peer claimed: lengths are compared with what has arrived.
+allocates by a length that a peer claimed: lengths are compared with what has arrived.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Header(NamedTuple):
 
 
 def header(data: Bytes, at: int = 0, *, max_body: int = MAX_BODY, base: int = 0) -> Header:
-    """The header at `at`, once its magic, its lengths and its size make sense.
+    """The header at `at`, after its magic, its lengths and its size are checked.
 
     The body need not have arrived. `base` is the offset that errors count from.
     """
@@ -140,7 +140,7 @@ def response(
 
 
 class Codes(Protocol):
-    """How the number in a field and the value in a message correspond, in one dialect."""
+    """Converts between the number in a field and the value in a message, in one dialect."""
 
     def read(self, number: int) -> Any:
         """The value; LookupError where there is none."""

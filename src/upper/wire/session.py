@@ -2,8 +2,8 @@
 
 A connection begins as key-value. Its first stream packet fixes its dialect, a packet of another dialect
 afterwards is refused, and key-value stays allowed throughout. A header that cannot be trusted (magic,
-lengths, size) ends a connection, because nothing behind it can be read. A whole packet that makes no sense
-(unknown opcode, wrong extras, reserved bits, another dialect) is answered, and the connection goes on.
+lengths, size) ends a connection, because nothing behind it can be read. A whole packet that is invalid
+(unknown opcode, wrong extras, reserved bits, another dialect) is answered, and the connection continues.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARED = range(0x5C, 0x5F)  # NOOP, BUFFER_ACK and CONTROL: UPR and DCP have the
 
 
 def family(head: Header) -> Dialect | None:
-    """The stream dialect that this request can only belong to; None where several have it."""
+    """The only stream dialect that has this request; None if several have it."""
     if head.magic != REQUEST:
         return None
     match head.opcode, head.extras_length:
@@ -45,7 +45,7 @@ def family(head: Header) -> Dialect | None:
 
 
 def select(current: Dialect | None, head: Header) -> Dialect | None:
-    """The dialect of a connection once a client has sent this; raises where it would be a second one.
+    """The dialect of a connection after a client has sent this; raises if it would be a second one.
 
     None as long as only key-value was used.
     """

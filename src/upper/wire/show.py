@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One packet, taken apart."""
+    """One packet as a list of fields."""
 
     dialect: str
     name: str
@@ -81,7 +81,7 @@ class Picture:
 
 
 def guess(head: Header, before: Dialect | None = None) -> tuple[Dialect, ...]:
-    """Which dialects a packet may be of, the likeliest first. `before` is what the packet before it was."""
+    """Dialects that a packet may belong to, the likeliest first; `before` is that of the previous packet."""
     if (only := family(head)) is not None:
         return (only,)
     if head.magic == RESPONSE and 0x02 <= head.opcode <= 0x05 and head.data_type:
@@ -123,7 +123,7 @@ def _first_that_reads(packet: bytes, head: Header, dialects: tuple[Dialect, ...]
 
 
 def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
-    """A packet that `dialect` can read, taken apart."""
+    """The fields of a packet that `dialect` can read."""
     row = dialect.row(head)
     extras_end = HEADER_SIZE + head.extras_length
     layout = next((one for one in row.layouts if one.size == head.extras_length), None)
@@ -163,7 +163,7 @@ def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
 
 
 def _typed(row: Row, head: Header) -> dict[str, int]:
-    """In UPR/0 the byte is a sub-type, which the name of the packet gives already, or a reason."""
+    """In UPR/0 the byte is a sub-type, which the name of the packet states already, or a reason."""
     if isinstance(row.data_type, Field):
         return {row.data_type.name: head.data_type}
     return {"data_type": head.data_type} if row.data_type is None and head.data_type else {}

@@ -41,7 +41,7 @@ def stream_encoder(dialect: Dialect, join: Join, form: int = 0) -> StreamEncoder
 
 
 class StreamEncoder:
-    """Builds the packets of streams in one dialect. What the dialect cannot express is empty bytes."""
+    """Builds the packets of streams in one dialect. A message that the dialect lacks is empty bytes."""
 
     def __init__(self, dialect: Dialect, join: Join, form: int = 0) -> None:
         self.dialect = dialect

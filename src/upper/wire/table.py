@@ -1,9 +1,9 @@
 """Rows and dialects: one row makes both the encoder and the decoder of one kind of packet.
 
 A `Row` declares which packets are its own (magic, opcode, data type, status, sender, sizes) and which
-attribute of a message is where. A `Dialect` is a set of rows, and usually a difference from its
-parent. The rows of a packet are tried in order and the first that fits reads it; when none fits, the
-one that came closest explains why not, and at which byte.
+attribute of a message is where. A `Dialect` is a set of rows, and usually a difference from its parent. The
+rows of a packet are tried in order, and the first that fits reads it. If none fits, the error is that of the
+closest row, with the byte at which it differs.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Adapter(Protocol):
 
 
 class _Part(IntEnum):
-    """What a row looks at in a header, in this order: the later it stumbles, the closer it came."""
+    """What a row compares in a header, in this order. A row that fails later is closer."""
 
     SPEAKER, DATA_TYPE, STATUS, EXTRAS, KEY, VALUE = range(6)
 
 
 class _Misfit(Exception):
-    """Why a packet is not of a row, and in which part that showed."""
+    """Why a packet does not match a row, and the part of the header in which it differs."""
 
     def __init__(self, part: _Part, error: ProtocolError) -> None:
         self.part, self.error = part, error
@@ -335,7 +335,7 @@ class Dialect(Capabilities):
         return Dialect(name, {**changes, **kept}, fallback=self._fallback, recode=recode)
 
     def moved(self, message: type[Any], opcode: int, **different: Any) -> tuple[Row, ...]:
-        """The rows of a message at another opcode, and with whatever else is different there."""
+        """The rows of a message with another opcode, and with other changes."""
         return tuple(replace(row, opcode=opcode, **different) for row in self.rows[message])
 
     def all_rows(self) -> Iterable[Row]:

@@ -1,4 +1,4 @@
-"""TAP (004): one request opens everything, and changes come without positions.
+"""TAP (004): one request opens all streams, and changes have no positions.
 
 The producer may ask that a message be acknowledged; the consumer then sends an empty response with
 the same opcode and opaque.
@@ -51,7 +51,7 @@ SWITCHES = {
 
 
 class Options:
-    """Connect flags: switches, and values that follow each other in the order of the flags."""
+    """Connect flags: options without a value, and values in the order of the flags."""
 
     carries: tuple[str, ...] = ("backfill", "partitions", *SWITCHES)
 

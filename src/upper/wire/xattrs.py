@@ -34,7 +34,7 @@ def split(value: bytes) -> tuple[dict[str, bytes], bytes]:
 def as_json(attributes: Mapping[str, bytes]) -> str:
     """The attributes as one JSON object.
 
-    Couchbase stores JSON only, which is kept as it came. The bytes of anything else become a JSON string.
+    Couchbase stores JSON only, which is kept as received. Any other bytes become a JSON string.
     """
     pairs = (f"{json.dumps(name)}:{_content(content)}" for name, content in attributes.items())
     return "{" + ",".join(pairs) + "}"
