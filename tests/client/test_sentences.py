@@ -137,7 +137,7 @@ def test_a_mismatch_of_tls_gets_a_message(
     certificate, key = certificate_in(tmp_path)
     with Node(tmp_path / "data", "--tls-cert", str(certificate), "--tls-key", str(key)) as node:
         here = f"127.0.0.1:{node.port}/default"
-        assert "does it want TLS (uprs://)" in reported("get", f"upr://{here}", "a", code=3)
+        assert "does it require TLS (uprs://)" in reported("get", f"upr://{here}", "a", code=3)
         assert "name its authority" in reported("get", f"uprs://{here}", "a", code=3)
         assert "PEM" in reported("get", f"uprs://{here}?ca={key}", "a", code=2)
         assert "PEM" in reported("get", f"uprs://{here}?ca={tmp_path}/none", "a", code=2)

@@ -174,7 +174,7 @@ class ColumnDecoder:
         self.settled = True
 
     def _by_parts(self, data: bytes, others: list[int]) -> bool:
-        """Whether there may be changes on both sides of a message that separates them.
+        """Whether changes may be on both sides of a message that separates batches.
 
         With bounds every marker is one: the change before it ended a snapshot.
         """

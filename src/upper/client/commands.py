@@ -179,7 +179,7 @@ class Commands(NodeCommands):
         return _item((yield from self._one(key, Opcode.GAT, again=True, extras=extras)))
 
     def get_and_lock(self, key: Text, seconds: int = 15) -> Call[Item]:
-        """The item of a key, locked against other writers until a write with its CAS, `unlock` or the end."""
+        """The item of a key, locked until `unlock`, a write with its CAS, or the end of the lock time."""
         require_number("seconds", seconds, 32)
         extras = LOCK_TIME.build(seconds)
         return _item((yield from self._one(key, Opcode.GET_LOCKED, again=False, extras=extras)))
@@ -399,7 +399,7 @@ def portions(items: Iterable[T], size: Callable[[T], int] | None = None) -> Iter
 
 
 def _value_size(pair: tuple[Text, Text]) -> int:
-    """Bytes of the value, about; what is no value is rejected later."""
+    """About how many bytes the value has; any other type is rejected later."""
     try:
         return len(pair[1])
     except TypeError:

@@ -60,7 +60,7 @@ class StreamFramer(Framer):
     def typed(
         self, data: bytes, consumers: Mapping[Partition, PartitionConsumer], dialect: Dialect
     ) -> Iterator[Event | tuple[Message]]:
-        """Changes as events; any other message in a tuple, to be dealt with before the next is asked for."""
+        """Changes as events; any other message in a tuple, to be handled before the next one is requested."""
         shipped = dialect.shipped_records
         if not (shipped or dialect.stored_records):
             yield from self._messages(data, dialect)

@@ -81,7 +81,7 @@ class Flush:
 class Rollback:
     """What this consumer received past `to` is no longer part of the history and must be undone.
 
-    `lost` is the range to undo, without its first seqno and with its last: (from, to].
+    `lost` is the range to undo, (from, to]: its first seqno is not part of it.
     `branch` is the branch on which the history continues; its changes follow.
     """
 

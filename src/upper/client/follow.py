@@ -167,7 +167,7 @@ class Follower:
         return max(silent_since, self._learned_at) + SILENCE
 
     def suspects(self, now: float) -> set[NodeAddress]:
-        """Nodes that failed or are silent: not those to ask for the map first."""
+        """Nodes that failed or are silent: other nodes are asked for the map first."""
         silent = {n for n, connection in self.connections.items() if now - connection.active_at >= SILENCE}
         return silent | self._backoffs.keys()
 

@@ -114,7 +114,7 @@ def _version(version: str, text: str) -> Version:
 def encode(
     points: Mapping[Partition, ResumePoints], *, base: Mapping[Partition, ResumePoints] | None = None
 ) -> dict[str, str]:
-    """Many partitions, or what is different from `base`. A partition that left since is not expressible."""
+    """Many partitions, or the difference from `base`. The removal of a partition cannot be expressed."""
     if base is None:
         return {str(partition): to_text(here) for partition, here in sorted(points.items())}
     return {

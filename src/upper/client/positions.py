@@ -61,7 +61,7 @@ class Positions(Mapping[Partition, Position]):
         return f"<positions in {len(self)} partitions of {self.bucket or 'a bucket'}>"
 
     def known(self, partition: Partition) -> ResumePoints:
-        """Everything that is known of a partition; nothing where nothing is."""
+        """Everything that is known of a partition; empty if nothing is."""
         return self._known.get(partition, ResumePoints())
 
     def updated(self, newer: Positions) -> Positions:

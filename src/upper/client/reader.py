@@ -130,14 +130,14 @@ class Reader(Generic[T]):
         return self._decoder.row(event)
 
     def seen(self, event: Rollback) -> T:
-        """Without a callback the application goes back when it gets the item, before it asks for the next."""
+        """Without a callback the application goes back when it gets the item, before it requests the next."""
         self._going_back = event
         return self._decoder.row(event)
 
     # ── Acknowledging and saving ──────────────────────────────────────────────────────────────────
 
     def asked_on(self, now: float) -> None:
-        """The application asks for the next item."""
+        """The application requests the next item."""
         if self._left_at is not None:
             self.follower.was_away(now - self._left_at)
             self._left_at = None

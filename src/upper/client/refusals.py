@@ -16,7 +16,7 @@ CLASSES: Mapping[int, type[Refused]] = {
 }
 OF_KEYS: Mapping[int, str] = {
     Status.KEY_NOT_FOUND: "{key} does not exist",
-    Status.KEY_EXISTS: "{key} exists, or has changed since it was read; read it again and decide anew",
+    Status.KEY_EXISTS: "{key} exists, or has changed since it was read; read it again and retry",
     Status.NOT_STORED: "{key} was not stored: it must exist for this call, or must not; read it first",
     Status.NOT_A_NUMBER: "the value of {key} is not a decimal number below 2^64; set it first",
     Status.LOCKED: "{key} is locked by another reader; try again when its lock has ended",

@@ -55,7 +55,7 @@ class RequestRouter:
     def learn(self, *, avoid: Collection[NodeAddress] = ()) -> Call[Routes]:
         """Request the cluster map from the first node that answers, and return the newest one received.
 
-        Asked are the nodes of the present map and of the URL, those in `avoid` last. Nodes of the URL that
+        The nodes of the present map and of the URL are tried, those in `avoid` last. Nodes of the URL that
         are not in the map fill in the partitions that it has no active copy of: they may be nodes on their
         own that each hold a part of the bucket.
         """

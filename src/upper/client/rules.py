@@ -1,6 +1,7 @@
-"""The rules of a history, for programs that plan ahead: may this position go on, and if not, back to where?
+"""The resume decision, for programs that plan ahead: can a position resume, and if not, where to roll back
+to.
 
-The same pure functions that every node answers with. The pipeline asks them before it plans a batch.
+Every node answers with the same pure functions. The pipeline calls them before it plans a batch.
 """
 
 from upper.history.resume import Answer, Refuse, Resume, RollbackTo, common_point, decide

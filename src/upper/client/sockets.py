@@ -62,7 +62,7 @@ class ConnectOptions:
 
 
 def tls_context(address: Address, given: bool | ssl.SSLContext | None) -> ssl.SSLContext | None:
-    """The TLS context that a URL and an argument ask for; certificates are always checked."""
+    """The TLS context for a URL and an argument; certificates are always checked."""
     if isinstance(given, ssl.SSLContext):
         return given
     wanted = address.tls if given is None else given
@@ -139,7 +139,7 @@ def prepare(connection: socket.socket | TransportSocket) -> None:
 
 
 def hung_up(node: NodeAddress, *, plain: bool) -> Unreachable:
-    tls = "does it want TLS (uprs://), or " if plain else ""
+    tls = "does it require TLS (uprs://), or " if plain else ""
     return Unreachable(f"{node} closed the connection during login; {tls}is it not a node?")
 
 
@@ -150,7 +150,7 @@ def no_node(node: NodeAddress) -> Unreachable:
 def no_tls(node: NodeAddress, error: ssl.SSLError) -> Unreachable:
     why = (error.reason or str(error)).replace("_", " ").lower()
     return Unreachable(
-        f"{node} does not accept TLS ({why}); is it served with a certificate? else leave tls=on out"
+        f"{node} does not accept TLS ({why}); does it have a certificate? if not, remove tls=on"
     )
 
 
@@ -324,7 +324,7 @@ def late(node: NodeAddress) -> TimedOut:
 
 
 def reason_of(error: OSError) -> str:
-    """Why a connection failed, in the words of the system; asyncio replaces them by its own."""
+    """Why a connection failed, as the operating system reports it; asyncio replaces that text."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__

@@ -102,7 +102,7 @@ def password_in(file: Path) -> str:
 
 
 def address_of(url: str | None, *, user: str | None = None, password: Secret | None = None) -> Address:
-    """The address that a URL, or without one the environment, gives. Arguments override the URL.
+    """The address in a URL, or without one in the environment. Arguments override the URL.
 
     A user without a password gets the one in UPPER_PASSWORD, if that is set.
     """

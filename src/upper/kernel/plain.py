@@ -188,5 +188,5 @@ def replay(data: Buffer, start: int, end: int, tables: list[RecordMap], highs: a
 
 
 def writer() -> Writer | None:
-    """A thread that writes batches without the interpreter. Here is none: a thread of Python's has to do."""
+    """A thread that writes batches without the interpreter. None here: a Python thread writes."""
     return None

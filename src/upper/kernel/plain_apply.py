@@ -53,7 +53,7 @@ def apply(
 ) -> tuple[int, int, int, bool, list[bytes]]:
     """Apply the changes of replica streams, whose opaques are the numbers of their partitions.
 
-    Applied are, for partitions that `tables` has,
+    For the partitions in `tables` it applies
 
     - changes, where `inside[partition]` is INSIDE;
     - whole snapshots, from SNAPSHOT_START to SNAPSHOT_END without a packet of another stream between them,
@@ -63,8 +63,8 @@ def apply(
       the active one was.
 
     Records and facts go to `pending`, in order, and the end of each snapshot to `ends`, as in SEQNO_ACK.
-    Anything else stops it: other packets, seqnos that do not grow, what is not whole or not well formed.
-    A snapshot is applied completely or not at all.
+    Anything else stops it: other packets, seqnos that do not grow, packets that are not whole or not well
+    formed. A snapshot is applied completely or not at all.
 
     Returns where it stopped, the number of changes, their highest CAS, whether `pending` got facts, and the
     records that expire.

@@ -1,7 +1,7 @@
 """What a run does to one item, in plain Python: records, responses, and commands that depend on its value.
 
-A command returns its response, or None where the handler of the command table must run it, and nothing has
-happened then. All refusals but "Not found" are left to the handlers.
+A command returns its response, or None if the handler of the command table must run it; then nothing was
+changed. All refusals but "Not found" are left to the handlers.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ _LIMITS: Final = Struct(">II")  # expiration, lock time, at AT_EXPIRATION
 
 
 class Clock(Protocol):
-    """The last CAS given out, which the caller has moved to now and `run` counts on from; and two clocks."""
+    """The last CAS, which the caller has moved to the present time and `run` increments; and two clocks."""
 
     last: int
 
     def seconds(self) -> int:
-        """Of expirations."""
+        """The clock of expirations."""
         ...
 
     def lock_seconds(self) -> int:
-        """Of locks."""
+        """The clock of locks."""
         ...
 
 
@@ -77,12 +77,12 @@ def deadline(clock: Clock, expiration: int) -> int:
 
 
 def admits(old: bytes | None, cas: int, *, live: bool) -> bool:
-    """Whether a write with this CAS may replace an item; one without, where the item is locked, may not."""
+    """Whether a write with this CAS may replace an item; a locked item requires its CAS."""
     return live and old is not None and cas != 0 and cas == U64.unpack_from(old, AT_CAS)[0]
 
 
 class AskedItem(NamedTuple):
-    """What a command is about."""
+    """The item that a command addresses."""
 
     store: Table
     partition: int
@@ -134,7 +134,7 @@ class Turn:
         self.made = 0  # bytes of new records
 
     def limited(self, record: bytes) -> tuple[bool, bool]:
-        """Of an item with an expiration or a lock: whether it lives, and whether it is locked."""
+        """Whether an item with an expiration or a lock is live, and whether it is locked."""
         expiration, lock = _LIMITS.unpack_from(record, AT_EXPIRATION)
         if expiration and expiration <= self.clock.seconds():
             return False, False
@@ -163,7 +163,7 @@ class Turn:
         return record
 
     def copy(self, store: Table, partition: int, key: int, rest: bytes, cas: int, revision: int) -> None:
-        """The same with a CAS and a revision from elsewhere."""
+        """The same with a CAS and a revision from another bucket."""
         self._enlist(store, MUTATION, partition, key, rest, cas, revision, 0)
 
     def _enlist(
@@ -201,7 +201,7 @@ class Turn:
         given: int = 0,
         value: bytes = b"",
     ) -> bytes:
-        """The response to a write: the CAS that is given, or the last; the token if the peer asked for it."""
+        """The response to a write: the given CAS, or the last one; the token if the peer requested it."""
         extras = _TOKEN.pack(store.branch, store.high) if self.tokens else b""
         body, number = len(extras) + len(value), given or (self.clock.last if cas else 0)
         head = ECHO.pack(RESPONSE, opcode, 0, len(extras), 0, 0, body, opaque, number)
@@ -211,7 +211,7 @@ class Turn:
         self, opcode: int, opaque: bytes, shown: bytes, record: bytes, klen: int, *, locked: bool = False,
         kind: int | None = None,
     ) -> bytes:  # fmt: skip
-        """The response to a read: flags, the key where it is to be shown, and the value of this record."""
+        """The response to a read: flags, the key if the command returns it, and the value of this record."""
         if kind is None:
             kind = record[AT_DATA_TYPE] if self.json else 0
         whole = len(shown) + len(record) - MUTATION_HEAD - klen + 4
@@ -220,7 +220,7 @@ class Turn:
         return b"".join((head, record[AT_FLAGS:AT_EXPIRATION], shown, record[MUTATION_HEAD + klen :]))
 
     def missed(self, opcode: int, opaque: bytes, shown: bytes = b"") -> bytes:
-        """A read of what is not there: with the key where a hit would have it, and with words where not."""
+        """The response to a read of an absent key: with the key if a hit has it, else with a message."""
         body = shown or NOT_FOUND
         return ECHO.pack(RESPONSE, opcode, len(shown), 0, 0, 1, len(body), opaque, 0) + body
 
@@ -231,7 +231,7 @@ class Turn:
 def change_in_place(
     turn: Turn, item: AskedItem, opcode: int, opaque: bytes, cas: int, extras: bytes, value: bytes
 ) -> bytes | None:
-    """Run a command that depends on what the item is: its response, or None where a handler must."""
+    """Run a command that depends on the present item: its response, or None if a handler must run it."""
     if opcode in COUNTERS:
         return _count(turn, item, opcode, opaque, cas, extras, value)
     if opcode in EXTENDS:

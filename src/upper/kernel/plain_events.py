@@ -27,7 +27,7 @@ Made = TypeVar("Made")
 
 
 class StreamOwner(Protocol):
-    """What a stream belongs to: the partition, and the branch that its changes are of."""
+    """The partition of a stream, and the branch of its changes."""
 
     @property
     def partition(self) -> int: ...
@@ -46,9 +46,9 @@ def events(
 ) -> tuple[int, list[Made]]:
     """The changes from `start` on, as objects of three classes; where it stopped.
 
-    It stops at `end` and at the first packet that is no change, or no sound one: without a key, or of a
-    stream that is not among the consumers; and before a change with extended attributes. The opaque of a
-    stream is the number of its partition.
+    It stops at `end`, at the first packet that is not a valid change (without a key, or of a stream that is
+    not among the consumers), and before a change with extended attributes. The opaque of a stream is the
+    number of its partition.
     """
     data = solid(data)
     within(start, end, len(data))

@@ -30,7 +30,7 @@ from upper.record.layout import (
 
 
 class TailProgress:
-    """What the kernel keeps of the tail of a partition: how far its streams in step are."""
+    """The part of a partition's tail that the kernel holds: the last seqno sent to its streams in step."""
 
     __slots__ = ("bytes", "items", "reached", "replicas", "store", "waiting")
 
@@ -63,7 +63,7 @@ class CommitGroups:
 
     @property
     def by_partition(self) -> dict[int, list[bytes]]:
-        """The records by partition, without what was taken."""
+        """The records by partition, without those that were taken out."""
         return self._groups
 
     def take_flushed(self) -> list[tuple[int, list[bytes]]]:

@@ -50,7 +50,7 @@ class RecordMap(Mapping[bytes, Entry]):
 
     @property
     def memory(self) -> int:
-        """Bytes that all of it takes in memory; of this twin, about."""
+        """The bytes of memory that it uses; this twin estimates them."""
         return self.size - self.evicted + ENTRY * len(self._entries)
 
     @property
@@ -83,7 +83,7 @@ class RecordMap(Mapping[bytes, Entry]):
         self.tombstones += record[AT_OPCODE] != MUTATION
 
     def move_out(self, key: bytes, seqno: int, place: int) -> bool:
-        """The record of this key and seqno leaves memory, for it is at this location; a deletion stays."""
+        """Replace the record of this key and seqno by its location on disk; a deletion stays."""
         entry = self._entries.get(key)
         if entry is None or _seqno(entry) != seqno:
             return False
@@ -96,7 +96,7 @@ class RecordMap(Mapping[bytes, Entry]):
         return True
 
     def forget(self, key: bytes, seqno: int) -> bool:
-        """The entry of this key and seqno goes, as if it had never been there."""
+        """Remove the entry of this key and seqno."""
         entry = self._entries.get(key)
         if entry is None or _seqno(entry) != seqno:
             return False
@@ -152,7 +152,7 @@ class RecordMap(Mapping[bytes, Entry]):
 
 
 class RecordView:
-    """Entries of a map in order, as they were when it was made: nothing that is done to the map changes it.
+    """Entries of a map in order, as they were when it was made: later changes of the map do not affect it.
 
     It is read once, from the first entry to the last.
     """
@@ -204,7 +204,7 @@ class RecordView:
         return join(records, opaque, dcp=dcp), len(taken), _seqno(taken[-1]) if taken else 0
 
     def deletions(self) -> list[bytes]:
-        """Those entries that are left and deletions; they are not taken."""
+        """The deletions among the entries that are left; they are not taken."""
         return [
             entry
             for entry in self._entries[self._at :]
@@ -212,9 +212,9 @@ class RecordView:
         ]
 
     def places(self) -> list[int]:
-        """Those entries that are left and locations; they are not taken."""
+        """The locations among the entries that are left; they are not taken."""
         return [entry for entry in self._entries[self._at :] if isinstance(entry, int)]
 
     def close(self) -> None:
-        """It is not needed any more."""
+        """Release the entries."""
         self._entries, self._at = [], 0

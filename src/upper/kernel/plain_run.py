@@ -71,7 +71,7 @@ STORED: Final = ECHO.pack(RESPONSE, SET, 0, 0, 0, 0, 0, bytes(4), 0)[:AT_OPAQUE]
 
 
 class Table:
-    """What the kernel keeps of a partition: its items in order, its seqnos and its counts.
+    """The part of a partition that the kernel holds: its items in order, its seqnos and its counts.
 
     A partition is a Table of the kernel that runs: the compiled loops keep its numbers as numbers.
     """
@@ -108,7 +108,7 @@ class Table:
 class Counts:
     """How many plain requests were answered, by kind; a miss is a GET that found nothing.
 
-    `sets` are all that store a value that came with them; `others` are touches, counters and locks.
+    `sets` are all requests that store a value they carry; `others` are touches, counters and locks.
     """
 
     __slots__ = ("deletes", "gets", "misses", "noops", "others", "sets")
@@ -141,19 +141,19 @@ def run(
 
     Handled: NOOP, and the commands that read or change one item: GET, SET, ADD, REPLACE, DELETE, APPEND,
     PREPEND, INCREMENT, DECREMENT, TOUCH, GAT, their quiet and key-showing forms, GET_LOCKED and UNLOCK_KEY;
-    and SET_WITH_META of a CAS of the past that is forced, or newer than what is there. The partition is one
-    that `table` has, and the item is in memory and has not expired. Responses go to `out`, new records to
-    `pending`, in order; those with an expiration to `expiring` too. Anything else stops the run and nothing
-    of it has happened: a refusal (but for "Not found"), a packet that is not whole or not well formed. The
-    caller deals with that one and comes back. A run also stops once `out` or the new records hold `room`
-    bytes, so that small requests for large values cannot fill the memory.
+    and SET_WITH_META with a CAS of the past, if it is forced or newer than the stored item. The partition is
+    one that `table` has, and the item is in memory and has not expired. Responses go to `out`, new records to
+    `pending`, in order; those with an expiration to `expiring` too. Anything else stops the run before it has
+    an effect: a refusal (but for "Not found"), a packet that is not whole or not well formed. The caller
+    handles that one and calls again. A run also stops once `out` or the new records hold `room` bytes, so
+    that small requests for large values cannot fill the memory.
 
-    The second answer is true when something in `out` depends on a change that is not durable yet: a
+    The second result is true when something in `out` depends on a change that is not durable yet: a
     write of this run, or a read of a record past the partition's durable seqno.
 
     `delete_cas`: whether a DELETE is answered with its CAS, which plain memcached clients do not expect.
     `routed`: the requests name no partition, and each key belongs in the one that its hash names; the table
-    then has a power of two of partitions. A request that names a partition all the same stops the run.
+    then has a power of two of partitions. A request that names a partition nevertheless stops the run.
     `tokens`: responses to writes have branch and seqno. `json`: the peer sees and sets data types.
     `reads`, `writes`: what the peer may do; anything else stops the run. `longest_lock`: in seconds.
     `counts`: what was answered is added to it.

@@ -135,9 +135,9 @@ def scan(
     """The whole packets of `data` from `start`: where they end, how many are changes, where the others are.
 
     For every change the slot of its opaque in `seqnos` (an array("Q"), indexed by opaque) is set to its
-    seqno; an opaque beyond the array is left alone. The first packet that breaks the rules raises
-    BadMagic, BadLength or TooLarge as soon as its header is there; `at` of the error is the packet's
-    offset, so what came before it is whole and can be scanned again by itself.
+    seqno; an opaque beyond the array is left alone. The first packet that breaks the rules raises BadMagic,
+    BadLength or TooLarge as soon as its header has arrived; `at` of the error is the packet's offset, so the
+    bytes before it are whole packets and can be scanned again.
 
     `dcp`, here and below: the packets are DCP's instead of UPR's.
     """

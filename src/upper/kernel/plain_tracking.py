@@ -55,7 +55,7 @@ class CopyProgress:
             self._silent_since.clear()
 
     def tracked(self) -> list[Any]:
-        """The nodes of which something may be known."""
+        """The nodes that have acknowledged anything, or are silent."""
         return list(self._held | self._silent_since)
 
 

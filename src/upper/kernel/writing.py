@@ -1,4 +1,4 @@
-"""What the compiled kernel's writer promises to the journal."""
+"""The interface of the compiled kernel's writer."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """End the thread, when what it is at is done."""
+        """End the thread after its present batch."""
         ...
