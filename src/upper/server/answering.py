@@ -29,7 +29,7 @@ _numbers = count(1)
 
 
 class AnsweringConnection(PeerRights):
-    """A connection as far as its answers and its bounds are concerned."""
+    """The answers of a connection, and their bounds."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
@@ -44,7 +44,7 @@ class AnsweringConnection(PeerRights):
 
     @abstractmethod
     def proceed(self) -> None:
-        """Process what was kept, and read again, where there is room."""
+        """Process the kept bytes, and read again, if there is room."""
 
     def _answer(self, out: bytearray, waits: bool) -> None:
         """Write, or hold until the batch that it depends on is on disk."""
@@ -140,7 +140,7 @@ class AnsweringConnection(PeerRights):
     # ── Bounds ──────────────────────────────────────────────────────────────────────────
 
     def _may_go_on(self) -> bool:
-        """False when there is no room for more answers or changes; reading pauses then."""
+        """Whether there is room for more answers or changes; if not, reading pauses."""
         if not self._is_full():
             return True
         self._input.needed = 0
@@ -152,7 +152,8 @@ class AnsweringConnection(PeerRights):
             self.move(ConnectionCue.FULL)
 
     def _is_full(self) -> bool:
-        """Too much waits for a command, the disk or peers. If that is the node's sum, the node resumes this.
+        """Too much waits for a command, the disk or peers. If the node's sum is too high, the node resumes
+        this.
 
         A slow consumer is still read from: it sends acknowledgements and answers to NOOP.
         """

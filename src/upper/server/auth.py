@@ -1,9 +1,9 @@
 """Users, their roles, and the SASL exchanges that authenticate them.
 
-The users file holds no passwords. For each user and hash it keeps what SCRAM (RFC 5802) needs to verify
-one: salt, iteration count, stored key and server key; PLAIN is checked against the same. Comparisons take
-the same time whether they fail early or late, and an unknown user costs as much as a wrong password, so
-that neither answers the question whether a name exists.
+The users file holds no passwords. For each user and hash it keeps what SCRAM (RFC 5802) needs to verify one:
+salt, iteration count, stored key and server key; PLAIN is checked against the same. Comparisons take the same
+time whether they fail early or late, and an unknown user costs as much as a wrong password, so that neither
+reveals whether a name exists.
 
 The file, as JSON:
 
@@ -46,7 +46,7 @@ class BadUsersFile(UpperError):
 
 
 class Role(Flag):
-    """What a user may do. Each command names the one it needs."""
+    """What a user may do. Each command requires one role."""
 
     NONE = 0
     READ = auto()
@@ -77,7 +77,7 @@ class Role(Flag):
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What proves a password under one hash, without being it."""
+    """The data that verifies a password under one hash; the password cannot be derived from it."""
 
     salt: bytes
     iterations: int
@@ -174,13 +174,13 @@ def users_of(users: Path | None, cluster_secret: Path | None) -> Users | None:
 
 
 def load_users(path: Path) -> Users:
-    """Read a users file; what is wrong with it is one sentence."""
+    """Read a users file; an error is one sentence."""
     try:
         if path.stat().st_mode & stat.S_IWOTH:
             raise BadUsersFile(f"every user of this machine can write {path}; run `chmod 600 {path}`")
         content = json.loads(path.read_text())
         if content["version"] != 1:
-            raise BadUsersFile(f"{path} is of version {content['version']}; this one reads version 1")
+            raise BadUsersFile(f"{path} is of version {content['version']}; this release reads version 1")
         return Users({name: _user(name, entry) for name, entry in content["users"].items()})
     except FileNotFoundError:
         raise BadUsersFile(
@@ -262,7 +262,7 @@ def _user(name: str, entry: dict[str, object]) -> User:
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """The exchange goes on: the peer must answer this."""
+    """The exchange continues: the peer must answer this."""
 
     data: bytes
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Answers:
     """Answers in order, each with the batch that it depends on and the bytes that wait with it.
 
-    One that waits for a majority of the copies stands alone, because it may become another answer.
+    One that waits for a majority of the copies is kept apart, because it may be replaced by another answer.
     """
 
     __slots__ = ("_held", "answers", "majorities", "size")
@@ -30,7 +30,7 @@ class Answers:
         return bool(self._held)
 
     def hold(self, due: int, out: bytearray, changed: int = 0, majority: MajorityWait | None = None) -> None:
-        """Until batch `due` is done, and no shorter than what was held before."""
+        """Hold an answer until batch `due` is done, and until the answers before it are released."""
         self.answers += len(out)
         self.size += len(out) + changed
         self.majorities += majority is not None
@@ -43,7 +43,7 @@ class Answers:
         self._held.append((due, out, changed, majority))
 
     def release(self, done: int, now: float, *, failed: bool = False) -> bytearray:
-        """Everything that depends on batches up to `done`; if they failed, whatever else it waits for."""
+        """The answers that depend on batches up to `done`; `failed`: also those that wait for a majority."""
         ready = bytearray()
         while self._held and self._held[0][0] <= done:
             _, out, changed, majority = self._held[0]

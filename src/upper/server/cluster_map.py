@@ -1,8 +1,8 @@
-"""Where partitions are, as Couchbase clients read it.
+"""The cluster map: the nodes of each partition, as Couchbase clients read it.
 
-A node is given its map. Alone it makes its own: itself, and the partitions that are active on it. The
-revision grows with every change and never goes back, over restarts too: it is made from the number of the
-batch that stores the change, and the answer with the map waits for that batch.
+A cluster passes the map to its nodes. A node alone makes its own: itself, and the partitions that are active
+on it. The revision grows with every change and never goes back, over restarts too: it is made from the number
+of the batch that stores the change, and the answer with the map waits for that batch.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Connection(AnsweringConnection):
         # What stands behind this packet does not count: it may stand behind a login.
         if not self.known and self.bytes_in - self._trusted - (len(data) - at) > self._largest:
             raise AuthenticationFailed(
-                f"{self._largest} bytes came without a login; authenticate with SASL first"
+                f"{self._largest} bytes were received without a login; authenticate with SASL first"
             )
         return head
 
@@ -431,7 +431,7 @@ class Connection(AnsweringConnection):
         return None if self._held or streaming or self.phase in BUSY else self.last_received
 
     def proceed(self) -> None:
-        """Process what was kept, and read again, where there is room."""
+        """Process the kept bytes, and read again, if there is room."""
         if self.phase not in WORKING or self._is_full():
             return
         if self._input.ready:

@@ -2,11 +2,11 @@
 
 A consumer names itself with CONTROL `name`, with the group id of its stream requests, or as a TAP client. Its
 entry outlives its connections, because a consumer that reads in batches is away most of the time: its lag,
-its rollbacks and the deletions that it has not seen count all the same. Consumers without a name share one
+its rollbacks and the deletions that it has not seen still count. Consumers without a name share one
 entry per dialect, which has totals and no positions.
 
 Entries are kept in memory for `consumers_kept` seconds after a consumer was last seen, and at most
-`consumers` of them; those that left first go first.
+`consumers` of them; those that left first are dropped first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL_SEEN = 2**63  # no named consumer is behind: every deletion may be purged
 
 
 class Consumer:
-    """One consumer: its name, and per partition the seqnos it asked from and was sent up to."""
+    """One consumer: its name, and for each partition the seqno it requested and the last one it was sent."""
 
     def __init__(self, user: str, name: str, dialect: str, bucket: BucketStore) -> None:
         self.user, self.name, self.dialect = user, name, dialect
@@ -56,7 +56,7 @@ class Consumer:
         return sum(max(0, stores[number].durable - self.position(number)) for number in self.partitions)
 
     def seen(self, partition: int) -> int | None:
-        """Up to where it surely does not ask again; None if it does not follow the partition."""
+        """The seqno up to which it has seen all deletions; None if it does not follow the partition."""
         if not self._asked[partition]:
             return None
         return self.position(partition) if partition in self.streams else self._asked[partition] - 1
@@ -87,7 +87,7 @@ class Consumer:
 
 
 class Consumers:
-    """Every consumer of the last while."""
+    """The consumers that are connected, or were within `consumers_kept` seconds."""
 
     def __init__(self, bucket: BucketStore, settings: StreamSettings, time: Callable[[], float]) -> None:
         self._bucket, self._settings, self._time = bucket, settings, time

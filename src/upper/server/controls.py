@@ -1,8 +1,8 @@
-"""What a consumer may set for the streams that it opens from then on.
+"""The settings of a consumer for the streams that it opens afterwards.
 
-CONTROL carries a name and a text. Names are those that shipped in DCP where there is one. A name that is
-not in the table, or a text that cannot be read, is refused with a sentence, and nothing changes. Texts are
-short: what a consumer may make the node compile, remember and show has a bound.
+CONTROL carries a name and a text. Names are those that shipped in DCP where there is one. A name that is not
+in the table, or a text that cannot be read, is refused with a sentence, and nothing changes. Texts are short,
+which bounds what the node compiles, stores and shows for a consumer.
 """
 
 from __future__ import annotations
@@ -128,9 +128,12 @@ class Controls:
 
 _TABLE: Mapping[str, tuple[Callable[[Controls, bytes], None], str]] = {
     "connection_buffer_size": (Controls._window, "bytes that may be unacknowledged; 0 = any number"),
-    "enable_noop": (Controls._noop, "true: the node asks a silent consumer whether it is there"),
-    "set_noop_interval": (Controls._interval, "seconds of silence before it asks; after two it closes"),
-    "name": (Controls._name, "what the consumer is called in statistics"),
+    "enable_noop": (Controls._noop, "true: the node sends NOOP to a silent consumer"),
+    "set_noop_interval": (
+        Controls._interval,
+        "seconds of silence before a NOOP; after two it closes",
+    ),
+    "name": (Controls._name, "the name of the consumer in statistics"),
     "filter.key.prefix": (Controls._prefix, "only keys that begin with this"),
     "filter.key.pattern": (Controls._pattern, "only keys in which this RE2 pattern is found"),
     "filter.value": (Controls._value, 'only values for which this holds, such as `$.type == "order"`'),

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 
 
 class Counters:
-    """What is counted where it happens."""
+    """The counters of a node, incremented where something happens."""
 
     def __init__(self) -> None:
         self.connections = self.refused_connections = self.requests = self.bytes_in = self.bytes_out = 0

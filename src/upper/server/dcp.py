@@ -1,9 +1,9 @@
 """What DCP adds to the requests of a connection: OPEN, its own settings, and stream requests in its form.
 
 Streams are produced as for every dialect. This module holds what a DCP connection has negotiated
-(`DcpControls`) and turns its stream requests into the flags of the model. What shipped servers refuse is
-refused here with the same status; what has no meaning here (extended attributes, backfill order) is accepted
-and changes nothing.
+(`DcpControls`) and turns its stream requests into the flags of the model. Requests that Couchbase refuses are
+refused here with the same status; options without a meaning here (extended attributes, backfill order) are
+accepted and have no effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DEFAULT_COLLECTION = DEFAULT_SCOPE = 0
 
 
 class DcpControls(Controls):
-    """What OPEN and CONTROL have settled for one DCP connection."""
+    """The result of OPEN and CONTROL for one DCP connection."""
 
     stops_by_partition = True
     flushes = False  # clients since 5.0 have no such message: their streams end and they roll back to 0

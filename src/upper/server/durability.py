@@ -36,7 +36,7 @@ class MajorityWait:
     opaque: int
 
     def done(self, now: float) -> bool:
-        """Whether the answer can leave: the majority holds the change, or it is waited for no longer."""
+        """Whether the answer can be sent: the majority holds the change, or the time is over."""
         return self.met or now >= self.until or (self.copy is not None and self.copy.epoch != self.epoch)
 
     @property
@@ -45,9 +45,9 @@ class MajorityWait:
         return copy is None or (copy.epoch == self.epoch and copy.on_majority(self.seqno))
 
     def ambiguous(self) -> bytes:
-        """The answer where the majority did not confirm the change."""
+        """The answer if the majority did not confirm the change."""
         error = DurabilityAmbiguous(
-            "too few copies confirmed the change in time: it may last or not; read the key again"
+            "too few copies confirmed the change in time, and a failover may remove it; read the key again"
         )
         return packed(refusal(error), opcode=self.opcode, opaque=self.opaque)
 

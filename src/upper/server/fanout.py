@@ -1,8 +1,8 @@
 """Fan-out of commits to streams: each commit is grouped and encoded once for all consumers.
 
-A partition's tail is what its live streams share: the last seqno sent to all of them, and how much that was.
-A commit is cut by partition, each key once, and encoded once per opaque; consumers that give their streams
-the same opaques share those bytes. A connection is written to once per commit.
+A partition's tail is what its live streams share: the last seqno sent to all of them, and the counts of
+changes and bytes. A commit is cut by partition, each key once, and encoded once per opaque; consumers that
+give their streams the same opaques share those bytes. A connection is written to once per commit.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Fanout:
         return subscription_set
 
     def after(self, ticket: int, then: Callable[[], None]) -> None:
-        """Call `then` once this batch is on disk."""
+        """Call `then` when this batch is on disk."""
         self._after.append((ticket, then))
 
     def _due(self, ticket: int) -> None:
@@ -175,7 +175,7 @@ class Fanout:
                 then()
 
     def refused(self, ticket: int) -> None:
-        """This batch will never be on disk: what waited for it is dropped, also if later ones are."""
+        """This batch will never be on disk: callbacks that wait for it, or for earlier ones, are dropped."""
         self._after = [(number, then) for number, then in self._after if number > ticket]
 
     def reset(self, partition: Partition) -> None:

@@ -20,7 +20,7 @@ TEXT = "text/plain; charset=utf-8"
 
 
 class HttpRequest(NamedTuple):
-    """What was asked for."""
+    """The method, path and headers of a request."""
 
     method: str
     path: str  # without what follows a question mark

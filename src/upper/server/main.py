@@ -161,7 +161,7 @@ def _within_files(settings: ServerSettings, files: int) -> ServerSettings:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one; it ties with asyncio's own loop on bulk and wins on many connections."""
+    """uvloop if it is installed: as fast as asyncio's own loop in bulk, and faster with many connections."""
     try:
         import uvloop
     except ImportError:

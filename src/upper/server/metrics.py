@@ -38,7 +38,7 @@ class MetricsPage(HttpPage):
                 failed = self._node.bucket.failed
                 self.send(200 if failed is None else 503, "ready\n" if failed is None else f"{failed}\n")
             case _:
-                self.send(404, "there is /metrics and /health")
+                self.send(404, "no such page; there are /metrics and /health")
 
 
 def page(node: Node) -> Iterator[str]:

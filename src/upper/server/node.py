@@ -107,7 +107,7 @@ class Node:
 
     @property
     def fanouts(self) -> tuple[Fanout, ...]:
-        """Of consumers, and of replicas where there are any."""
+        """The fan-out to consumers and, in a cluster, the one to replicas."""
         return (self.fanout,) if self.replication is None else (self.fanout, self.replication.fanout)
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
@@ -331,7 +331,7 @@ class Node:
                     assert self.replication is not None, "alone, an active copy is open"
                     raise self.replication.refusal(store)
                 return store
-            why = f"partition {number} is {store.state} here; refresh the map and ask its active node"
+            why = f"partition {number} is {store.state} here; refresh the map and use its active node"
         else:
             why = f"there is no partition {number} here; the last is {len(self.bucket.partitions) - 1}"
         raise NotMyPartition(why, partition=number)
@@ -362,7 +362,7 @@ class Node:
     def reopen(
         self, store: PartitionStore, *, keep: Subscription | None = None, branch: bool = False
     ) -> None:
-        """A takeover broke off: the copy here takes writes again. `branch`: the other side may do so, too."""
+        """A takeover failed: this copy takes writes again. `branch`: the other side may have taken some."""
         if store.ownership is not (Ownership.HANDED_OVER if branch else Ownership.HANDING_OVER):
             return  # an operator decided otherwise
         try:
@@ -393,7 +393,7 @@ class Node:
         self.barrier = self.bucket.ticket
 
     def flush_later(self, seconds: float) -> None:
-        """The same after a while. The last one asked for counts, as memcached has it."""
+        """The same after a while. The last request counts, as in memcached."""
         if self._flushing is not None:
             self._flushing.cancel()
         self._flushing = self.loop.call_later(seconds, self._flush_now)
@@ -422,6 +422,6 @@ class Node:
             other.on_state_change(store.id)
 
     def cluster_map(self) -> bytes:
-        """Where partitions are, as JSON."""
+        """The cluster map as JSON."""
         assert self.map is not None, "a node has a map from its start on"
         return self.map.content()

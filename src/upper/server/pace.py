@@ -1,7 +1,7 @@
 """The pace at which this node sends the copies of a rebalance: at most a number of bytes per second.
 
-What replicas that are waited for need is never held back: a write would wait for it. One sender at a time may
-exceed the pace by one chunk; the next one waits until that is paid off.
+Replicas that writes wait for are not limited. One sender at a time may exceed the rate by one chunk; the next
+one waits until the average is met again.
 """
 
 from __future__ import annotations

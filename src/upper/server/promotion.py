@@ -1,4 +1,4 @@
-"""Promotion, rollback and deletion of a partition, as an administrator or a failover drill asks for them.
+"""Promotion, rollback and deletion of a partition, as an administrator or a failover drill requests them.
 
 A promotion without a step back is a batch of the journal like any other. One with a step back, and a
 deletion, replace the partition's file; that runs beside the loop, and only this partition takes no changes
@@ -42,7 +42,7 @@ async def promote(node: Node, store: PartitionStore, to: Seqno | None, *, branch
 
 
 async def delete(node: Node, store: PartitionStore, *, branch: BranchId) -> None:
-    """Drop what a dead copy holds. It stays dead, and what it holds later is another history."""
+    """Delete the data of a dead copy. It stays dead, and later data belongs to another history."""
     await _rewrite(node, store, ZERO, Ownership.DEAD, branch)
     log.warning("partition %d: its data was deleted", store.id)
 

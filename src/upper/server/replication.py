@@ -1,6 +1,6 @@
 """The node's part of replication: what active copies expose, and what replicas may stream and acknowledge.
 
-The decisions are the cluster's (`TrackedCopy`); this module carries them out on partitions and connections:
+The cluster decides (`TrackedCopy`); this module applies the decisions to partitions and connections:
 
 - a batch is released once every active partition in it has its watermark there (`held`, `opens`);
 - replica streams are sent what is on the local disk, consumer streams what was released;
@@ -76,7 +76,7 @@ class ReplicaLink(Protocol):
 
     @property
     def unwritten(self) -> Received:
-        """What has arrived and is not on disk."""
+        """Bytes that have arrived and are not on disk."""
 
 
 class TrackedCopy(Protocol):
@@ -180,7 +180,7 @@ class Replication:
         )
 
     def admit(self, store: PartitionStore, node: NodeId, epoch: Epoch | None) -> None:
-        """Refuse a replica stream unless this copy is active and durable as such, under this very epoch."""
+        """Refuse a replica stream unless this copy is active, durably so, and in the same epoch."""
         copy = self._copy_of(store.id, node, epoch)
         if store.id in self._activating or store.ownership is not Ownership.ACTIVE:
             raise TemporaryFailure(f"partition {store.id} is being activated here; try again")
@@ -323,7 +323,7 @@ class Replication:
         return partition in self._dropping or partition in self._tasks
 
     def park(self, partition: Partition, parked: bool) -> None:
-        """Let requests of this partition wait while it is handed over; or go on."""
+        """Let requests of this partition wait while it is handed over, or let them continue."""
         (self._parked.add if parked else self._parked.discard)(partition)
         if parked:
             self.bucket.releases.confirm(self.bucket.partitions[partition])
@@ -345,7 +345,7 @@ class Replication:
         self.check_lease()
 
     def check_lease(self) -> None:
-        """Begin or end to serve. A connection calls it before the first request that came after the lease."""
+        """Begin or stop serving. A connection calls it before the first request received after the lease."""
         serving = self._allowed and perf_counter() <= self._lease_until
         self.node.serves_until = self._lease_until if serving else inf
         if serving == self.serving:
@@ -426,5 +426,5 @@ class Replication:
 
 
 def _has(store: PartitionStore, branch: BranchId) -> bool:
-    """Whether the history of a copy includes this branch; NO_BRANCH asks for none."""
+    """Whether the history of a copy includes this branch; true for NO_BRANCH."""
     return branch == NO_BRANCH or any(version.branch == branch for version in store.log)

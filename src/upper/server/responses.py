@@ -16,7 +16,7 @@ def packed(reply: Reply, *, opcode: int, opaque: int) -> bytes:
 
 
 def refusal(error: UpperError) -> Reply:
-    """An error as an answer: its status, and its sentence."""
+    """An error as an answer: its status and its message."""
     return Reply(error.status, value=str(error).encode(errors="replace"))
 
 

@@ -1,8 +1,8 @@
-"""The few pages of Couchbase's REST interface that some of its clients ask for, on a port of their own.
+"""The few pages of Couchbase's REST interface that some of its clients request, on a separate port.
 
-Most clients need none of them: they read the map from the key-value port. The pages state where nodes, the
-bucket and its partitions are, and change nothing. They are for users of the node: a request carries name and
-password, which is why it is answered over TLS or to this machine alone. A node without users asks for none.
+Most clients need none of them: they read the map from the key-value port. The pages name the nodes, the
+bucket and its partitions, and change nothing. They are for users of the node: a request carries name and
+password, which is why it is answered over TLS or to this machine alone. A node without users requires none.
 
 A map is sent once the batch that made it is on disk, like the one on the key-value port: its revision never
 goes back. A streaming page is sent again whenever the map has changed, until the client leaves.
@@ -119,7 +119,7 @@ class RestPage(HttpPage):
     # ── The map ───────────────────────────────────────────────────────────────────────────────────
 
     def _when_durable(self, then: Callable[[RestContent], None]) -> None:
-        """Call `then` with the map, once it may be shown."""
+        """Call `then` with the map, when it may be shown."""
         node = self._node
         shown = RestContent(node.cluster_map(), node.map.alive() if node.map else (), self._host)
 
@@ -165,7 +165,7 @@ class RestContent:
         return self.map
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The nodes, with what clients ask about their condition."""
+        """The nodes, with the condition of each."""
         found = []
         described = zip(self.map["nodes"], self.map["nodesExt"], strict=True)
         for number, (node, services) in enumerate(described):

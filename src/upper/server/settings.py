@@ -15,7 +15,7 @@ MIB = 1024 * KIB
 
 
 class BadSettings(UpperError):
-    """The node cannot start as it was asked to."""
+    """The settings of a node are invalid or contradict each other."""
 
     exit_code = 2
 
@@ -29,7 +29,7 @@ class PlainClients(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one connection, and all of them together, may cost."""
+    """Bounds for one connection, and for all of them together."""
 
     connections: int = 10_000  # at a time; a further one is closed with an error, over TLS without one
     handshake: float = 10.0  # seconds for a TLS handshake

@@ -1,8 +1,8 @@
 """The statistics of a node, in one table.
 
-A statistic has a name, a kind, a sentence and a way to find it out. STAT groups, Prometheus metrics and the
-reference page are all made from these rows, so they cannot disagree. Values are computed
-when they are requested; counters are plain numbers.
+A statistic has a name, a kind, a description and a function that computes it. STAT groups, Prometheus metrics
+and the reference page are all made from these rows, so they cannot disagree. Values are computed when they
+are requested; counters are plain numbers.
 """
 
 from __future__ import annotations

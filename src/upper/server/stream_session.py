@@ -1,7 +1,7 @@
 """The stream requests of one connection, and their answers.
 
 The first stream packet of a connection creates its session and fixes the dialect. The session decides which
-streams are opened and from where; sending them is the producer's part. A refusal is an answer like any other:
+streams are opened and from where; the producer sends them. A refusal is an answer like any other:
 no request closes the connection, but a peer that stays silent is disconnected.
 """
 
@@ -167,9 +167,9 @@ class StreamSession(StreamProducer):
                 if opcode == self._confirming:
                     self.confirmed(opaque)  # the peer has processed everything before it
             case AddStream():
-                raise NotSupported("this node does not consume over DCP; ask for streams with STREAM_REQ")
+                raise NotSupported("this node does not consume over DCP; request streams with STREAM_REQ")
             case _:
-                raise InvalidArguments(f"a {type(message).__name__} is not for a consumer to send")
+                raise InvalidArguments(f"a consumer cannot send a {type(message).__name__}")
 
     def _acknowledged(self, packet: bytes) -> None:
         """SEQNO_ACK of a replica, without an object for each of its pairs."""
@@ -210,14 +210,14 @@ class StreamSession(StreamProducer):
         if flags & TAKEOVER and Role.ADMIN not in self.connection.roles:
             raise NotAllowed("a takeover needs the role admin; ask an administrator")
         if flags & WITH_LOG and not encoder.dialect.log_in_answer:
-            raise NotSupported("UPR/0 has no answer with the failover log; ask for it with request type 2")
+            raise NotSupported("UPR/0 has no answer with the failover log; request it with request type 2")
         if flags & TAKEOVER and not encoder.dialect.states:
             raise NotSupported("UPR/0 has no message that hands a partition over; use UPR")
         if flags & MAY_TAKE_OVER and (flags & KEYS_ONLY or not self.controls.filter.everything):
             copy = "takeover" if flags & TAKEOVER else "replica"
             raise InvalidArguments(f"a {copy} carries everything; leave filters and keys only out")
         if not self.controls.accepts(partition):
-            raise InvalidArguments(f"accept.vbuckets leaves out {partition}; change it before asking")
+            raise InvalidArguments(f"accept.vbuckets excludes {partition}; change it first")
         if opaque in self.streams or partition in self.partitions:
             raise KeyExists(
                 f"partition {partition} or opaque {opaque} has a stream on this connection already"
@@ -338,7 +338,7 @@ class StreamSession(StreamProducer):
         return replication.pace_of(stream.partition, replica) if replication and replica else None
 
     def _replication(self) -> Replication:
-        """For a peer that replicates; refused where it is no node of the cluster."""
+        """For a peer that replicates; refused if it is not a node of the cluster."""
         if self.node.replication is None:
             raise NotSupported("this node is not part of a cluster; start it with --join")
         self.node.replication.authorize(self.connection)
@@ -399,7 +399,7 @@ class StreamSession(StreamProducer):
 
     @property
     def producers(self) -> tuple[StreamProducer, ...]:
-        """What sends changes on this connection: this session, and that of TAP if there is one."""
+        """The senders of changes on this connection: this session, and that of TAP if there is one."""
         return (self,) if self.tap is None else (self, self.tap)
 
     @property

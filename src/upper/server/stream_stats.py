@@ -40,7 +40,7 @@ class StreamField:
 
 
 def _alone(session: StreamSession) -> list[Subscription]:
-    """The streams that are not in step. Thousands may be, and those are where their tails are."""
+    """The streams that are not in step. The positions of the others, maybe thousands, are their tails'."""
     return [stream for stream in session.streams.values() if not stream.in_step]
 
 

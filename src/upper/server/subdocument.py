@@ -2,8 +2,8 @@
 
 A path is `address.city`, `list[0]`, `list[-1]` or `` `a.b`.c ``; a name in backticks may hold any character.
 Edits replace a span of the text and leave every other byte as it is, so numbers keep their notation and
-members their order. Each function takes the text and returns a fragment or the new text; what cannot be done
-is a `SubdocumentError` with the status that Couchbase has for it.
+members their order. Each function takes the text and returns a fragment or the new text; an operation that is
+not possible raises `SubdocumentError` with Couchbase's status for it.
 """
 
 from __future__ import annotations

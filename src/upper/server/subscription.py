@@ -73,7 +73,7 @@ class Subscription:
         name: str,
         resumes: Seqno | None = None,
     ) -> None:
-        """`resumes`: where the snapshot begins that the consumer is inside of."""
+        """`resumes`: the start of the snapshot that the consumer is inside."""
         self.store, self.tail, self.machine = store, tail, machine
         self.partition = store.id
         self.opaque, self.encoder, self.filter, self.flags, self.name = opaque, encoder, chosen, flags, name

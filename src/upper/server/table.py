@@ -39,7 +39,7 @@ class Quiet(Enum):
 
 @dataclass(slots=True)
 class Call:
-    """One request, and what it is about."""
+    """One request, its connection and its partition."""
 
     connection: Connection
     opcode: int
@@ -64,7 +64,7 @@ class Call:
 
 @dataclass(slots=True)
 class Reply:
-    """What goes into the response; opcode and opaque are those of the request."""
+    """The contents of the response; opcode and opaque are those of the request."""
 
     status: int = 0
     cas: int = 0
@@ -163,9 +163,9 @@ def handles(
 ) -> Callable[[Handler], Handler]:
     """Make a function the handler of these opcodes, and of the quiet forms of them.
 
-    `wire.kv` declares which extras, key and value a request has. Whatever reads a partition waits for its
-    last change; `waits` is for those that need it without `state`. Where there are users, a command needs
-    a login unless it is for `before_login`. Commands that change one item take `options`.
+    `wire.kv` declares which extras, key and value a request has. A command that reads a partition waits for
+    its last change; `waits` is for commands that need this without `state`. Where there are users, a command
+    needs a login unless it is for `before_login`. Commands that change one item take `options`.
     """
 
     def add(handler: Handler) -> Handler:

@@ -282,7 +282,7 @@ class TapStreamSession(StreamProducer):
 
     @property
     def _unacknowledged(self) -> int:
-        """Messages that wait for an acknowledgement, as far as one was asked for."""
+        """Messages for which an acknowledgement was requested and has not arrived."""
         return len(self._asked) * self.node.settings.streams.tap_ack_every
 
     @property
@@ -320,7 +320,7 @@ class TapStreamSession(StreamProducer):
         return pieces, len(records)
 
     def _first_records(self, records: list[bytes], oldest: int | None) -> list[bytes]:
-        """A client without anything needs no deletions, except those since a time that it names."""
+        """A client without data needs no deletions, except those since a time that it names."""
         assert self.request is not None
         if oldest is not None:
             records = [record for record in records if meta_of(record)[0] >= oldest]
@@ -338,7 +338,7 @@ class TapStreamSession(StreamProducer):
         self.session.sent[partition] = self._unasked[partition] = position
 
     def _number(self) -> tuple[int, bool]:
-        """The opaque of the next message, and whether it asks for an acknowledgement."""
+        """The opaque of the next message, and whether it requests an acknowledgement."""
         self._opaque = opaque = self._opaque % 0xFFFFFFFF + 1
         self._made += 1
         if not self._every:
@@ -365,7 +365,7 @@ class TapStreamSession(StreamProducer):
         self._put(stream, self._flush_message(stream.partition))
 
     def _send_state(self, stream: Subscription, state: State) -> None:
-        """With SUPPORT_ACK the acknowledgement confirms it; without, that it was sent has to do."""
+        """With SUPPORT_ACK the acknowledgement confirms it; without, sending it counts as confirmation."""
         opaque, _ = self._number()
         assert self.request is not None
         ask = self.request.support_ack
@@ -409,7 +409,7 @@ class TapStreamSession(StreamProducer):
         self.abandon()
 
     def on_state_change(self, partition: int) -> None:
-        """The partition has become active, or is not any more, or goes another way."""
+        """The partition has become active, is no longer active, or has begun another branch."""
         store, request = self.node.bucket.partitions[partition], self.request
         if partition in self.partitions or request is None:
             return  # its stream causes the change, or has been ended

@@ -42,7 +42,7 @@ class TapSessions:
     def connect(self, client: TapStreamSession, request: TapConnect) -> TapSession:
         """The session of a client that acknowledges and has a name; a new one for any other.
 
-        A connection that has the session is closed first: its client may be gone without a trace.
+        A connection that has the session is closed first: its client may have disappeared without closing it.
         """
         name = request.name.decode(errors="backslashreplace")
         if not (request.support_ack and name):

@@ -23,7 +23,7 @@ Piece: TypeAlias = bytes | bytearray | memoryview
 
 
 class Transport(asyncio.Protocol):
-    """One socket, or none any more, and the phase that its connection is in."""
+    """The socket of a connection, until it is closed, and the phase of the connection."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -78,7 +78,7 @@ class Transport(asyncio.Protocol):
         return self._transport is not None and self._transport.can_write_eof()
 
     def send(self, data: Piece) -> None:
-        """To the peer, in the order of calls."""
+        """Send to the peer, in the order of calls."""
         if self._transport is None or self.phase in ENDED:
             return
         self.bytes_out += len(data)

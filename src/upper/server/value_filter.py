@@ -87,7 +87,7 @@ class ValueCondition:
 
 
 class _NotJson:
-    """A document in which no path leads anywhere, and that equals no literal."""
+    """A value that is not JSON: no path matches it, and it equals no literal."""
 
 
 NOT_JSON = _NotJson()

@@ -2,7 +2,7 @@
 
 A hybrid clock: the wall clock's nanoseconds with the lowest 16 bits cleared, or one more than the last
 value, whichever is higher. So it never goes back, however the wall clock is set; a bucket that is opened
-again goes on from the highest value it ever gave out.
+again continues from the highest value it ever returned.
 
 Values that were made elsewhere move the clock as well, but at most a day past the wall clock: ages are
 computed from CAS values, and one value from the far future would make later deletions too young to purge.
@@ -44,7 +44,7 @@ class HybridClock:
         return last
 
     def saw(self, cas: int) -> None:
-        """Never give out what was seen elsewhere already, unless it is further ahead than `latest`."""
+        """Move past a CAS that was made elsewhere, unless it is further ahead than `latest`."""
         if self.last < cas:
             self.last = max(self.last, min(cas, self.latest()))
 

@@ -190,7 +190,7 @@ class Files:
 
     def _file_in(self, slot: int) -> File:
         file = self._slots[slot]
-        assert file is not None, "a location points into a file that was let go"
+        assert file is not None, "a location points into a file that was released"
         return file
 
     def pin(self, places: Iterable[int]) -> list[File]:

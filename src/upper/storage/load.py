@@ -110,7 +110,7 @@ def last_known(loader: DirectoryLoader, floor: JournalStart) -> int:
 
 
 def ending(tail: JournalTail, mark: ShutdownState | None, *, known: int) -> Iterator[Damage]:
-    """Does the journal end where it should?"""
+    """Reports a journal that does not end where it should."""
     if mark is None and tail.last > 1:
         # Making a bucket writes the first batch and then the mark: from the second batch on there is one.
         yield Damage("state.json", "it is missing, so it is unknown how the bucket was closed")
@@ -327,7 +327,7 @@ class DirectoryLoader:
             try:
                 self._apply(data, found.start, found.end, file, 0)
             except (ProtocolError, ValueError, KeyError, IndexError) as error:
-                self._problem(Damage(where, f"batch {found.number} holds what is no packet ({error})"))
+                self._problem(Damage(where, f"batch {found.number} holds an invalid packet ({error})"))
                 return False
             segment.last = found.number
         self._note_touched(segment)

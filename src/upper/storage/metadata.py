@@ -98,7 +98,7 @@ def write_shutdown(disk: Disk, directory: Path, mark: ShutdownState) -> None:
 
 
 def is_copy(disk: Disk, directory: Path, mark: ShutdownState | None) -> bool:
-    """Was the directory copied since its mark was written? False where the mark does not show it."""
+    """Whether the directory was copied since its mark was written. False if the mark does not show it."""
     if mark is None or not mark.identity:
         return False
     return mark.identity != _identity(disk, directory, directory / "state.json")

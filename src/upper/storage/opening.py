@@ -5,8 +5,9 @@ batch, and marks the directory as in use. Acknowledged changes may be missing af
 with durability=memory, after a repair that dropped batches, and where the last batch is complete and its
 checksum is wrong: then every active partition begins a new branch before the bucket is served.
 
-The same holds for a directory that is a copy of another: both would go on from the same seqno with different
-changes. A copy is recognised by its inodes, or declared (`restored`); the branch keeps the histories apart.
+The same holds for a directory that is a copy of another: both would continue from the same seqno with
+different changes. A copy is recognised by its inodes, or declared (`restored`); the branch keeps the
+histories apart.
 """
 
 from __future__ import annotations
@@ -146,8 +147,10 @@ def _create(directory: Path, disk: Disk, identity: Identity) -> Identity:
 
 
 def not_writable(directory: Path, error: OSError, *, hope: bool) -> NotWritable:
-    then = "writes will once there is room" if hope else "writes need a disk that works and a restart"
-    return NotWritable(f"{directory} cannot be written ({error.strerror or error}); reads go on, and {then}")
+    then = "writes resume once space is free" if hope else "writes require a working disk and a restart"
+    return NotWritable(
+        f"{directory} cannot be written ({error.strerror or error}); reads continue, and {then}"
+    )
 
 
 def load_bucket(bucket: BucketStore, state: State, began: float, *, restored: bool) -> OpeningReport:
@@ -226,7 +229,7 @@ def _load_files(bucket: BucketStore, loader: DirectoryLoader, floor: metadata.Jo
 
 
 def settle(bucket: BucketStore, tail: load.JournalTail, leftovers: list[Path]) -> None:
-    """Make the directory be what was read from it."""
+    """Make the directory match what was read from it."""
     for path in (*leftovers, *tail.drop):
         bucket.disk.unlink(path)
     for file, size in tail.torn:

@@ -113,7 +113,7 @@ class PartitionStore(PartitionCopy):
     ) -> WriteResult:
         """Store a value. `expiration` and `lock_time` are seconds since the epoch, 0 for never.
 
-        With a CAS the item must exist and have it; a locked item takes no other than its lock's.
+        With a CAS the item must exist and have it; a locked item requires the CAS of its lock.
         """
         self._writable(key)
         old = self._live(key)
@@ -135,7 +135,7 @@ class PartitionStore(PartitionCopy):
         return self._bury(key, DELETION)
 
     def touch(self, key: bytes, expiration: int) -> StoredItem:
-        """Give an item another expiration; returns the item as it stands then."""
+        """Give an item another expiration; returns the new item."""
         self._writable(key)
         item = self._unlocked(key)
         self._mutate(key, item.value, flags=item.flags, expiration=expiration, data_type=item.data_type)
@@ -293,7 +293,7 @@ class PartitionStore(PartitionCopy):
         """Go back to the newest complete snapshot at or below `to` that can be rebuilt, else to zero.
 
         Returns the high seqno afterwards. Blocks until it is on disk; a node uses
-        `Bucket.rollbacks.start`. For a replica, which goes on with the branches of the active copy.
+        `BucketStore.rollbacks.start`. For a replica, which continues the branches of the active copy.
         """
         if self.high <= to and self.incoming is None:
             self.open_to_changes()

@@ -21,7 +21,7 @@ class PartitionCopy(PartitionState):
     __slots__ = ()
 
     def begin_snapshot(self, end: Seqno | None = None, *, purged: Seqno | None = None) -> None:
-        """What follows is consistent only when `end_snapshot` comes.
+        """The changes that follow are consistent only after `end_snapshot`.
 
         `purged` is the purge seqno of the copy that sends it. Without it, a copy that is filled from 0 must
         take all deletions up to the end of the snapshot for purged.
@@ -87,7 +87,7 @@ class PartitionCopy(PartitionState):
         self._append_run(run)
 
     def _append_run(self, run: list[bytes]) -> None:
-        """Changes without a flush among them, as `Bucket.apply` takes them from a stream."""
+        """Changes without a flush among them, as `BucketStore.apply` takes them from a stream."""
         data, inside = kernel.join(run, self.id), bytearray(self.id) + bytes((kernel.INSIDE,))
         at = self.bucket.apply(data, 0, self.bucket.partitions, inside, bytearray())
         if at < len(data):

@@ -39,7 +39,7 @@ WINDOW = 8192  # entries that are copied out of a partition at once
 
 @dataclass(slots=True)
 class PartitionSnapshot:
-    """One partition as it stood right after a batch."""
+    """The state of one partition right after a batch."""
 
     store: PartitionStore
     epoch: int

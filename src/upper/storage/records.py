@@ -1,4 +1,4 @@
-"""Facts about a partition: the records that are no change.
+"""Facts about a partition: the records that are not changes.
 
 They pass through the journal in order with the partition's changes, as packets too. `upper.record` has the
 changes, whose accessors and builders are also reachable here; FLUSH has no seqno of its own and takes the
@@ -120,7 +120,7 @@ def u64_in(packet: bytes) -> int:
 
 
 def source_purged_in(packet: bytes) -> int | None:
-    """Of the fact that begins a snapshot."""
+    """The purge seqno in the fact that begins a snapshot."""
     at = HEADER_SIZE + U64.size
     return int(U64.unpack_from(packet, at)[0]) if len(packet) > at else None
 

@@ -44,7 +44,7 @@ class WriteRecovery:
         self._wait, self._again_at = SHORTEST, 0.0
 
     def hope(self, error: OSError, *, watched: bool) -> bool:
-        """A write failed. Whether the cause is temporary, and writing will be tried again."""
+        """A write failed: returns whether the cause is temporary, so that writing is retried."""
         on_disk = self._bucket.settings.durability is Durability.DISK
         self._hope = watched and on_disk and error.errno in PASSING
         return self._hope

@@ -38,7 +38,7 @@ Listener: TypeAlias = Callable[[Commit], None]
 
 
 class Gate(Protocol):
-    """What decides how long written batches wait."""
+    """Decides how long written batches wait."""
 
     def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
         """These partitions have these seqnos on the local disk; those that a release must wait for."""

@@ -132,7 +132,7 @@ class Rollbacks:
                 )
 
     def close(self) -> None:
-        """Wait for the thread. What has its name by then is what the next opening reads."""
+        """Wait for the thread. The next opening reads the files that have their names by then."""
         for job in self._waiting:
             if job.result is not None:
                 job.result.cancel()
@@ -229,7 +229,7 @@ class Rollbacks:
         bucket.compactor.delete_unneeded()
         self._jobs.remove(job)
         log.warning(
-            "partition %d: rolled back %d → %d, asked for %d; it is %s",
+            "partition %d: rolled back %d → %d, requested %d; it is %s",
             store.id, before, store.high, job.to, store.ownership,
         )  # fmt: skip
         if job.result is not None and not job.result.done():

@@ -88,7 +88,7 @@ class PartitionState(kernel.Table):
 
     @property
     def complete(self) -> Seqno:
-        """The last seqno at which everything before it is known to be here."""
+        """The end of the last complete snapshot: every change up to it is stored here."""
         return Seqno(self.high if self.incoming is None else self._complete)
 
     @property
@@ -115,7 +115,7 @@ class PartitionState(kernel.Table):
 
     @property
     def held(self) -> int:
-        """Bytes that all of it takes in memory."""
+        """The bytes of memory that the partition uses."""
         return self.items.memory
 
     # ── Flushes and snapshots ─────────────────────────────────────────────────────────────────────
@@ -188,6 +188,6 @@ class PartitionState(kernel.Table):
         self.epoch += 1
 
     def watch_expirations(self, expiring: Iterable[tuple[int, bytes]]) -> None:
-        """Of what came from disk: the sweeper may have looked at these keys when they were gone."""
+        """List the expirations of items read from disk: the sweeper may have dropped their keys meanwhile."""
         for expiration, key in expiring:
             self.bucket.expiry.add(expiration, self.id, key)

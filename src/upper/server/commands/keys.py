@@ -31,7 +31,7 @@ def found(call: Call, item: StoredItem, *, key: bytes = b"") -> Reply:
 
 
 def missing(key: bytes) -> Reply:
-    """A miss: with the key where a hit would have it, and with words where not."""
+    """A miss: with the key if a hit has it, else with a message."""
     return Reply(Status.KEY_NOT_FOUND, key=key, value=b"" if key else b"Not found")
 
 

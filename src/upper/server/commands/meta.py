@@ -1,4 +1,4 @@
-"""Reading and writing with metadata that was made elsewhere: what replication between clusters needs."""
+"""Reading and writing with metadata from another bucket, for replication between clusters."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ a JSON value it does what a failover does:
     {"promote": true, "to": 1234}  first back to the newest point at or below 1234 that can be rebuilt
     with "dry_run": true           nothing changes; the response has the seqno at which the branch would begin
 
-The streams of the partition end with "state changed". The response has the seqno at which the partition
-has then, and comes once that is durable.
+The streams of the partition end with "state changed". The response has the partition's seqno after that, and
+is sent once that is durable.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def set_state(call: Call) -> Reply:
     try:
         state = STATES.read(int.from_bytes(call.extras, "big"))
     except LookupError:
-        raise InvalidArguments("1 is active, 2 replica, 3 pending, 4 dead; this is none of them") from None
+        raise InvalidArguments("this is not a state; 1 is active, 2 replica, 3 pending, 4 dead") from None
     if not call.value:
         call.node.set_state(store, state)
         await call.bucket.saved()
@@ -68,7 +68,7 @@ async def set_state(call: Call) -> Reply:
 
 @handles(Opcode.DELETE_VBUCKET, role=Role.ADMIN)
 async def delete(call: Call) -> Reply:
-    """Drop what a dead copy holds."""
+    """Delete the data of a dead copy."""
     store = _unmanaged(call)
     if store.state is not State.DEAD:
         raise KeyExists(f"partition {store.id} is {store.state}; only a dead copy can be deleted")

@@ -104,7 +104,7 @@ async def authenticate(call: Call) -> Reply:
 @handles(Opcode.SASL_STEP, before_login=True)
 def step(call: Call) -> Reply:
     if call.connection.scram is None:
-        raise AuthenticationFailed("there is no exchange to go on with; begin with SASL_AUTH")
+        raise AuthenticationFailed("there is no exchange to continue; begin with SASL_AUTH")
     return _scram_step(call)
 
 
@@ -175,7 +175,7 @@ def cluster_config(call: Call) -> Reply:
 @handles(Opcode.GET_ERROR_MAP, before_login=True)
 def error_map(call: Call) -> Reply:
     if len(call.value) not in (0, 2):
-        raise InvalidArguments("an error map is asked for with its version, in two bytes")
+        raise InvalidArguments("an error map is requested with its version, in two bytes")
     return Reply(value=ERROR_MAP, data_type=_json(call))
 
 
@@ -210,31 +210,31 @@ def _json(call: Call) -> int:
 
 
 def _errors() -> bytes:
-    """What clients may conclude from each status, in the form that Couchbase clients read."""
+    """The meaning of each status for clients, in the form that Couchbase clients read."""
     rows: dict[int, tuple[str, str, list[str]]] = {
         Status.OK: ("SUCCESS", "success", ["success"]),
         Status.KEY_NOT_FOUND: ("KEY_ENOENT", "the key does not exist", ["item-only"]),
-        Status.KEY_EXISTS: ("KEY_EEXISTS", "the key exists, or its CAS is another", ["item-only"]),
+        Status.KEY_EXISTS: ("KEY_EEXISTS", "the key exists, or its CAS differs", ["item-only"]),
         Status.VALUE_TOO_LARGE: ("E2BIG", "the value is too large", ["item-only", "invalid-input"]),
         Status.INVALID_ARGUMENTS: ("EINVAL", "the request is malformed", ["invalid-input"]),
         Status.NOT_STORED: ("NOT_STORED", "the item was not stored", ["item-only"]),
         Status.NOT_A_NUMBER: ("DELTA_BADVAL", "the value is not a number", ["item-only"]),
         Status.NOT_MY_VBUCKET: (
             "NOT_MY_VBUCKET",
-            "the partition is elsewhere",
+            "the partition is on another node",
             ["fetch-config", "invalid-input"],
         ),
         Status.NO_BUCKET: ("NO_BUCKET", "no bucket is selected", ["conn-state-invalidated"]),
         Status.LOCKED: ("LOCKED", "the item is locked", ["item-locked", "item-only", "retry-later"]),
         Status.AUTHENTICATION_FAILED: ("AUTH_ERROR", "the login failed", ["conn-state-invalidated", "auth"]),
-        Status.AUTHENTICATION_CONTINUES: ("AUTH_CONTINUE", "the login goes on", ["special-handling"]),
+        Status.AUTHENTICATION_CONTINUES: ("AUTH_CONTINUE", "the login continues", ["special-handling"]),
         Status.OUT_OF_RANGE: ("ERANGE", "a number is out of range", ["invalid-input"]),
         Status.ROLLBACK: ("ROLLBACK", "the stream must begin earlier", ["special-handling"]),
         Status.NO_ACCESS: ("EACCESS", "the user lacks a role", ["support", "auth"]),
         Status.UNKNOWN_COMMAND: ("UNKNOWN_COMMAND", "there is no such command", ["support"]),
         Status.OUT_OF_MEMORY: ("ENOMEM", "there is no memory left", ["temp", "retry-now"]),
         Status.NOT_SUPPORTED: ("NOT_SUPPORTED", "this is not supported here", ["support"]),
-        Status.INTERNAL_ERROR: ("EINTERNAL", "something is broken in the node", ["internal"]),
+        Status.INTERNAL_ERROR: ("EINTERNAL", "the node has an internal error", ["internal"]),
         Status.BUSY: ("EBUSY", "the node is busy", ["temp", "retry-later"]),
         Status.TEMPORARY_FAILURE: ("ETMPFAIL", "try again", ["temp", "retry-later"]),
         Status.UNKNOWN_COLLECTION: ("UNKNOWN_COLLECTION", "there is no such collection", ["item-only"]),

@@ -1,7 +1,7 @@
 """Writing: set, add, replace, delete, append, prepend, flush.
 
 Each answer carries the CAS of the change (a DELETE's only for clients that sent HELLO: plain memcached
-clients do not expect one) and, where HELLO asked for it, the mutation token: branch and seqno.
+clients do not expect one) and, if HELLO requested it, the mutation token: branch and seqno.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fits(call: Call, size: int) -> None:
 
 
 def kept_expiry(call: Call, expiration: int) -> int:
-    """The expiration that a write stores: the present one, where the request asks to preserve it."""
+    """The expiration that a write stores: the present one, if the request preserves it."""
     item = call.store.read(call.key) if call.options.preserve_expiry else None
     return expiration if item is None else item.expiration
 
