@@ -8,6 +8,7 @@ from datetime import UTC, date, datetime
 from decimal import Decimal
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -258,6 +259,18 @@ def test_a_proposal_accepts_everything_that_it_was_made_from(
             made, rejected = TypedRows(table)(live(*mine)), RejectedRows((table,))(live(*mine))
             assert len(made) == seen.documents
             assert not len(rejected)
+
+
+def test_no_column_of_a_proposal_has_to_be_quoted_in_sql() -> None:
+    words = [row[0] for row in duckdb.execute("select keyword_name from duckdb_keywords()").fetchall()]
+    for start in range(0, len(words), 100):
+        document = dict.fromkeys(words[start : start + 100], 1) | {"Order": 1, "order_": 1}
+        ((table, _),) = propose([(b"order:1", json.dumps(document).encode())])
+        assert [column.path for column in table.columns[1:]] == [(name,) for name in document]
+        made = TypedRows(table)(live((b"order:1", json.dumps(document).encode())))
+        for column in table.columns:
+            sql = f"select {column.name} from made where {column.name} = 1 order by {column.name}"
+            assert made.num_rows == len(duckdb.execute(sql).fetchall()) == 1
 
 
 @pytest.mark.parametrize(

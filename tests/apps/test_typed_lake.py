@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,10 @@ from upper.apps.lake.query import query
 from upper.apps.lake.store import LocalStore
 from upper.apps.typed.definitions import apply, load, parse, remove, table_of
 from upper.apps.typed.outputs import outputs
+from upper.apps.views.manage import create, listed
 from upper.cli import lake_types
 from upper.cli.main import main
+from upper.errors import InvalidArguments
 from upper.model.values import partition_of
 
 # The values are arrays [N, N] of a number from 0 to 11; a path takes one of the two.
@@ -221,6 +224,30 @@ def test_a_dropped_table_is_removed_and_may_come_again_with_another_definition(t
     typed.define('tables: {first: {key: "*", columns: {other: {path: "0", type: string}}}}')
     typed.follow()
     assert typed.rows("select _key, reason from rejected") == [(b"a", "0 is not a string")]
+
+
+def test_a_view_selects_from_typed_tables_and_neither_takes_the_name_of_the_other(tmp_path: Path) -> None:
+    typed = typed_world(tmp_path)
+    store, now = LocalStore(tmp_path), datetime(2026, 1, 31, tzinfo=UTC)
+    happen(typed.world.bucket, [SET])
+    typed.world.settle()
+    typed.follow()
+    sum_of = "select sum(v) as total, count(*) as n from first join small using (_partition, _key)"
+    assert create(store, "sums", sum_of, now=now) == [("total", "HUGEINT"), ("n", "BIGINT")]
+    create(store, "doubled", "select 2 * n as n from sums", now=now)
+    assert typed.rows("from doubled") == [(2,)]
+    happen(typed.world.bucket, [("mutation", 1, KEYS[1], 0)])
+    typed.world.settle()
+    assert typed.rows("from doubled") == [(4,)]  # the table lacks it, and the view has it
+    assert [view.columns for view in listed(store)] == ["total HUGEINT, n BIGINT", "n BIGINT"]
+    with pytest.raises(InvalidArguments, match="the view 'sums' uses 'first'"):
+        remove(store, "first")
+    with pytest.raises(InvalidArguments, match="there is a typed table 'first'"):
+        create(store, "first", "from current", now=now)
+    with pytest.raises(InvalidArguments, match="there is a view 'sums'"):
+        typed.define('tables: {sums: {key: "*", columns: {v: int}}}')
+    with pytest.raises(InvalidArguments, match="reads from `current`"):
+        create(store, "kept", "select v from first", now=now, materialize=True)
 
 
 def test_a_table_that_has_nothing_new_is_not_written(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import upper as library
+from tests.apps.test_lake_model import World
 from tests.apps.test_lake_node import Following
 from tests.conftest import Run
 from tests.nodes import Node
+from upper.apps.lake.query import query
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,8 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("select * from read_csv('{secret}')", "--allow-files"),
         ("select * from glob('/*')", "--allow-files"),
         ("select nonsense", "DuckDB rejects the query"),
+        ("select 1; select 2", "the 2 statements have several results"),
+        ("explain select 1; select 2;", "the 2 statements have several results"),
     ],
 )
 def test_sql_that_is_no_query_of_the_lake_is_refused(
@@ -71,6 +75,36 @@ def test_other_files_are_read_and_written_where_that_is_allowed(
     sql = f"copy (select text(key) as key from latest order by 1 limit 2) to '{out}'"
     assert upper("query", str(lake), sql, "--allow-files").returncode == 0
     assert out.read_text() == "key\nk0\nk1\n"
+
+
+def test_statements_before_a_query_run_where_that_is_allowed_and_have_no_result(
+    upper: Run, lake: Path
+) -> None:
+    done = upper(
+        "query", str(lake), "set variable n = 2; select getvariable('n') + 1 as n;", "--allow-files", "--json"
+    )
+    assert json.loads(done.stdout) == {"n": 3}
+    done = upper("query", str(lake), "select 1; select 2", "--allow-files")
+    assert done.returncode == 2
+    assert "run them one at a time" in done.stderr
+
+
+def test_fields_of_json_are_read_from_a_value_as_from_json(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    values = {b"a": b'{"city": "Oslo", "lines": [{"n": 1}]}', b"b": b"no json", b"c": b"\xff", b"d": b"[1]"}
+    for key, value in values.items():
+        world.bucket.do(0, "mutation", key, value)
+    world.settle()
+
+    def rows(sql: str) -> list[tuple[object, ...]]:
+        return [tuple(row.values()) for row in query(tmp_path, f"select {sql} from latest order by key")]
+
+    for path in ("'city'", "'$.lines[0].n'", "0", "['city', 'lines']"):
+        found = rows(f"value->>{path}")
+        assert found == rows(f"doc(value)->>{path}"), path
+        assert any(value is not None for (value,) in found)
+    assert rows("doc(value)->'lines'->0->>'n'") == [("1",), (None,), (None,), (None,)]
+    assert rows("""'{"city": "Oslo"}'->>'city'""")[0] == ("Oslo",)
 
 
 def test_queries_may_explain_pivot_and_describe(upper: Run, lake: Path) -> None:

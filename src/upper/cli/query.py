@@ -1,7 +1,8 @@
 """Query a lake in SQL: DuckDB over its tables changes, latest and lost.
 
-Keys and values are BLOBs; text(key) converts one to a string, and doc(value)->>'city' reads a field of a JSON
-value (value->>'city' is always NULL). They are shown as text where they are UTF-8.
+Keys and values are BLOBs, shown as text where they are UTF-8; text(key) converts one to a string, and
+value->>'city' reads a field of a JSON value. doc(value) is the value as JSON, or null if it is not JSON: use
+it before other operators and functions, as in doc(value)->'address'->>'city'.
 A query reads the lake and nothing else. With --allow-files it can also read and write other files, attach
 databases and load extensions, with your permissions: run only SQL that you trust with that.
 

@@ -6,7 +6,8 @@ another name for it. Views of the lake have their own names. A query can wait un
 writes (`tokens`).
 
 Keys and values are BLOBs, as in the tables; `text(key)` is a string if the bytes are UTF-8, else null, and
-`doc(value)` is JSON if they are JSON, else null; `partition_of(key)` is the partition of a key: `where
+`doc(value)` is JSON if they are JSON, else null. `value->>'city'` reads a field of such a value, as it does
+of JSON; DuckDB takes no other definition of `->`. `partition_of(key)` is the partition of a key: `where
 partition = partition_of('k') and key = 'k'` reads one part of one file.
 
 Unless `allow_files` is given, SQL reads the lake and nothing else: every statement is a query, and DuckDB
@@ -111,6 +112,11 @@ def query(
             raise InvalidArguments(
                 "only SELECT, SHOW, DESCRIBE and EXPLAIN are allowed; --allow-files permits other statements"
             )
+        if any(_shows(statement) for statement in statements[:-1]):
+            raise InvalidArguments(
+                f"the {len(statements)} statements have several results, and a query shows one; run them one "
+                "at a time, or combine them with UNION ALL"
+            )
         answer = run(lambda: connection.execute(sql))
         names = [str(column[0]) for column in answer.description or ()]
         while rows := run(lambda: answer.fetchmany(ROWS_AT_ONCE)):
@@ -175,6 +181,11 @@ def prepare(connection: duckdb.DuckDBPyConnection, partitions: int | None) -> No
     connection.execute("set python_enable_replacements = false")
     connection.execute("create macro text(bytes) as try(decode(bytes))")
     connection.execute("create macro doc(bytes) as try_cast(try(decode(bytes)) as json)")
+    # DuckDB's own operator takes a BLOB for its notation, which is no JSON: always NULL, without a word.
+    connection.execute(
+        """create macro "->>"(held, path) as case typeof(held) when 'BLOB'
+        then json_extract_string(doc(held::blob), path) else json_extract_string(held, path) end"""
+    )
     if (number := partitions) is not None:
         connection.create_function(
             "partition_of", lambda key: int(partition_of(key, number)), ["BLOB"], "INTEGER"
@@ -312,6 +323,11 @@ def _reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> bool:
         return False
     inner = connection.extract_statements(statement.query[explained.end() :])
     return len(inner) == 1 and inner[0].type in READING
+
+
+def _shows(statement: Any) -> bool:
+    """Whether a statement has rows to show."""
+    return statement.type in READING or statement.type == StatementType.EXPLAIN
 
 
 def identifier(name: str) -> str:

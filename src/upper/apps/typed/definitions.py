@@ -25,7 +25,8 @@ import pyarrow as pa
 
 from upper.apps.lake.schema import GROUP, TYPED
 from upper.apps.lake.store import LakeStore
-from upper.apps.views.definitions import check_name
+from upper.apps.views.definitions import check_name, users_of
+from upper.apps.views.definitions import load as load_views
 from upper.errors import Corrupt, InvalidArguments
 
 VERSION = 1
@@ -195,13 +196,23 @@ def _table(name: Any, data: Any) -> TypedTable:
     return table
 
 
-@cache
 def reserved() -> frozenset[str]:
     """Words that DuckDB does not take as the name of a table."""
+    return _words_of_sql()["reserved"]
+
+
+def unusable() -> frozenset[str]:
+    """Words that DuckDB does not take as the name of a column, unless they are quoted."""
+    return _words_of_sql()["reserved"] | _words_of_sql()["type_function"]
+
+
+@cache
+def _words_of_sql() -> Mapping[str, frozenset[str]]:
+    """DuckDB's words, by the places in which they are not names."""
     import duckdb
 
-    sql = "select keyword_name from duckdb_keywords() where keyword_category = 'reserved'"
-    return frozenset(str(row[0]) for row in duckdb.execute(sql).fetchall())
+    sql = "select keyword_category, list(keyword_name) from duckdb_keywords() group by 1"
+    return {str(category): frozenset(words) for category, words in duckdb.execute(sql).fetchall()}
 
 
 def _column(table: str, name: Any, data: Any) -> TypedColumn:
@@ -298,8 +309,14 @@ def load(store: LakeStore) -> list[TypedTable]:
 def apply(store: LakeStore, wanted: Sequence[TypedTable]) -> list[str]:
     """Store definitions, all or none of them; the names of tables that are new or changed."""
     held = {table.name: table for table in load(store)}
+    views = {view.name for view in load_views(store)} if wanted else set()
     changed = []
     for table in wanted:
+        if table.name in views:
+            raise InvalidArguments(
+                f"there is a view {table.name!r} already; drop it (upper view drop {store} {table.name}), or "
+                "choose another name for the table"
+            )
         after = evolved(held[table.name], table) if table.name in held else table
         if after != held.get(table.name):
             changed.append(after)
@@ -311,6 +328,8 @@ def apply(store: LakeStore, wanted: Sequence[TypedTable]) -> list[str]:
 def remove(store: LakeStore, name: str) -> None:
     if name not in {table.name for table in load(store)}:
         raise InvalidArguments(f"there is no typed table {name!r}; `upper lake {store} types` lists them")
+    if used := users_of(name, load_views(store)):
+        raise InvalidArguments(f"the view {used[0]!r} uses {name!r}; drop that one first")
     store.remove(_file(name))
 
 

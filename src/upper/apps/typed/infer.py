@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from upper.apps.typed.convert import CONVERTERS, Misfit
-from upper.apps.typed.definitions import HISTORY, REJECTED, TypedColumn, TypedTable, reserved
+from upper.apps.typed.definitions import HISTORY, REJECTED, TypedColumn, TypedTable, reserved, unusable
 from upper.apps.views.definitions import NAME, RELATIONS
 
 LEVELS = 3
@@ -134,7 +134,8 @@ def _table(seen: SeenKeys, taken: set[str]) -> TypedTable:
 
 def _identifier(path: tuple[str, ...]) -> str:
     text = re.sub(r"[^A-Za-z0-9]+", "_", "_".join(path)).strip("_")[:60]
-    return text if text[:1].isalpha() else f"c_{text}".rstrip("_")
+    text = text if text[:1].isalpha() else f"c_{text}".rstrip("_")
+    return f"{text}_" if text.lower() in unusable() else text  # it would have to be quoted in every query
 
 
 def _free(name: str, taken: set[str]) -> str:

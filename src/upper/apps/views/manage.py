@@ -19,6 +19,7 @@ from upper.apps.lake.query import define, open_views
 from upper.apps.lake.schema import CHANGES
 from upper.apps.lake.store import LakeStore
 from upper.apps.lake.tables import LakeTable
+from upper.apps.typed.definitions import load as typed_tables
 from upper.apps.views.definitions import (
     ViewDefinition,
     check_name,
@@ -29,6 +30,7 @@ from upper.apps.views.definitions import (
     save,
     table_of,
     users_of,
+    words,
 )
 from upper.apps.views.shape import shape_of
 from upper.errors import DirectoryInUse, InvalidArguments
@@ -54,6 +56,8 @@ def create(
     views = load(root)
     if any(view.name == name for view in views):
         raise exists(name)
+    if any(table.name == name for table in typed_tables(root)):
+        raise InvalidArguments(f"there is a typed table {name!r} already; choose another name for the view")
     sql = sql.strip().rstrip(";")
     number = max((view.number for view in views), default=0) + 1
     view = ViewDefinition(name, sql, number, now.isoformat(timespec="seconds"))
@@ -68,7 +72,9 @@ def create(
 def _columns(
     connection: duckdb.DuckDBPyConnection, root: LakeStore, view: ViewDefinition, views: list[ViewDefinition]
 ) -> list[tuple[str, str]]:
-    open_views(connection, root, views=needed(view.sql, [one for one in views if one.number < view.number]))
+    used = needed(view.sql, [one for one in views if one.number < view.number])
+    named = words(" ".join((view.sql, *(one.sql for one in used)))) | {"partition_of"}
+    open_views(connection, root, views=used, named=named)
     try:
         connection.extract_statements(f"from {view.name}")
     except duckdb.Error:
