@@ -31,9 +31,10 @@ parsers round large numbers. Bytes are text if they are UTF-8, else the object `
 `$'line\\nline'`, `$'\\xff'`.
 
 `URL` is `upr://[USER[:PASSWORD]@]HOST[:PORT][,HOST...][/BUCKET][?tls=on]`, by default with port 11210 and
-bucket `default`; `tap://` and `upr0://` follow changes in those dialects. It can be left out if the
-environment variable `UPPER_URL` holds it. A password on the command line is visible to other users of the
-machine: use `--password-file`, the variable `UPPER_PASSWORD`, or the prompt that appears on a terminal.
+bucket `default`; `dcp://`, `couchbase://`, `tap://` and `upr0://` follow changes in those dialects. It can
+be left out if the environment variable `UPPER_URL` holds it. A password on the command line is visible to
+other users of the machine: use `--password-file`, the variable `UPPER_PASSWORD`, or the prompt that appears
+on a terminal.
 """.strip()
 
 ABOUT_SETTINGS = """

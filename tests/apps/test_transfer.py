@@ -139,7 +139,7 @@ def test_bad_rows_are_named_by_line_and_nothing_else_is_lost(bucket: Any) -> Non
     assert [(row.line, row.error.split(";")[0][:45]) for row in bad] == [
         (2, "it is not JSON: Expecting value at character "),
         (3, "it has no field 'key'"),
-        (4, "it is no object with the fields of one item"),
+        (4, "it is not an object with the fields of one it"),
         (7, "the field 'flags' is -1"),
         (8, "the field 'expiration' is 'soon', not a whole"),
         (9, "the key has 0 bytes"),

@@ -141,7 +141,7 @@ def test_a_mismatch_of_tls_gets_a_message(
         assert "name its authority" in reported("get", f"uprs://{here}", "a", code=3)
         assert "PEM" in reported("get", f"uprs://{here}?ca={key}", "a", code=2)
         assert "PEM" in reported("get", f"uprs://{here}?ca={tmp_path}/none", "a", code=2)
-    assert "leave tls=on out" in reported("get", f"uprs://127.0.0.1:{shared_node.port}/default", "a", code=3)
+    assert "remove tls=on" in reported("get", f"uprs://127.0.0.1:{shared_node.port}/default", "a", code=3)
 
 
 def test_invalid_arguments_get_a_message(

@@ -40,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keep-commits", type=number(1, 2**31), metavar="N", help="prune: keep the newest N commits"
     )
-    parser.add_argument("--yes", action="store_true", help="prune: do not ask, where a terminal could answer")
+    parser.add_argument("--yes", action="store_true", help="prune: do not ask for confirmation")
     add_workers(parser)
 
 

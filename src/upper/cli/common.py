@@ -33,7 +33,7 @@ def add_url(parser: ArgumentParser) -> None:
 
 
 def agreed(out: Output, question: str, *, unattended: bool = False) -> bool:
-    """The answer to a question before something is destroyed; `unattended` where no terminal can answer."""
+    """The answer to a question before data is removed; `unattended` if there is no terminal to answer."""
     if not sys.stdin.isatty():
         return unattended
     out.note(f"{question} [y/N]")

@@ -1,4 +1,4 @@
-"""What the verbs share that follow a bucket into another system: the ready line, progress, the summary."""
+"""Shared by the verbs that follow a bucket into another system: the ready line, progress, the summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_following(parser: ArgumentParser, source: str) -> _MutuallyExclusiveGroup:
-    """What is followed, and how often; the group of the latter. `source`: how the help calls the source."""
+    """Adds the arguments; returns the group of the interval. `source`: the name of the source in the help."""
     parser.add_argument(
         "--prefix", type=as_typed, default=b"", metavar="PREFIX", help="only keys that begin with this"
     )
@@ -31,7 +31,7 @@ def add_following(parser: ArgumentParser, source: str) -> _MutuallyExclusiveGrou
     parser.add_argument(
         "--new-history",
         action="store_true",
-        help="go on with a source that was made anew: TARGET is brought to its state",
+        help="continue with a source that was created again: TARGET is brought to its state",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument(

@@ -4,7 +4,7 @@ Every item is written once, in order; then updates and deletes of keys that a pa
 is measured from sending a portion of requests to the arrival of each response, so it includes waiting behind
 the other requests of the portion.
 
-On a cluster, operations that a node refuses or does not answer are given to the library, which follows the
+On a cluster, operations that a node refuses or does not answer are passed to the library, which follows the
 partition to its new node; what comes later goes there directly.
 """
 

@@ -51,7 +51,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "packet": ("upper.cli.packet", "decode packets of the protocol"),
     "sync": ("upper.cli.sync", "copy changes to a lake of Delta tables"),
     "verify": ("upper.cli.verify", "compare a lake with its bucket"),
-    "lake": ("upper.cli.lake", "describe, compact, trim or vacuum a lake"),
+    "lake": ("upper.cli.lake", "show or maintain a lake, erase a key"),
     "query": ("upper.cli.query", "query a lake in SQL"),
     "view": ("upper.cli.view", "create, list, refresh or drop views of a lake"),
     "index": ("upper.cli.index", "create, list, rebuild or drop indexes of a lake"),

@@ -59,7 +59,7 @@ def _row(partition: int, seqno: int, before: Mapping[int, int], **more: object) 
 
 
 def _confirmed(further: Mapping[int, int], to: int, before: Mapping[int, int], out: Output) -> bool:
-    """Name the partitions that would go back further than asked, and ask where someone can answer."""
+    """Name the partitions that would go back further than requested, and ask on a terminal."""
     for partition, at in further.items():
         high = before.get(partition, to)
         out.note(

@@ -5,8 +5,8 @@ for each deletion. Each round is one transaction; positions are in the topic TOP
 upper-kv[kafka].
 
 opensearch://[USER@]HOST[:PORT][,HOST...] with --index gets a document for each key; positions are in the
-index INDEX.upper. opensearchs:// is TLS. Elasticsearch has the same calls. Documents that the index does not
-take are listed in the file of --rejected.
+index INDEX.upper. opensearchs:// is TLS. Elasticsearch has the same calls. Documents that the index rejects
+are listed in the file of --rejected.
 
 SOURCE is the URL of a bucket, or a lake, which `upper sync` keeps up to date: then no node is needed.
 
@@ -97,7 +97,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--rejected",
         type=Path,
         metavar="FILE",
-        help="append a line of JSON to FILE for each document that the index does not take",
+        help="append a line of JSON to FILE for each document that the index rejects",
     )
     add_metrics(parser)
     add_workers(parser)

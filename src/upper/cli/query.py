@@ -6,9 +6,9 @@ it before other operators and functions, as in doc(value)->'address'->>'city'.
 A query reads the lake and nothing else. With --allow-files it can also read and write other files, attach
 databases and load extensions, with your permissions: run only SQL that you trust with that.
 
---after TOKEN waits until the lake has a write, and never answers from before it: `upper set --token` prints
+--after TOKEN waits until the lake has a write, and never returns an older state: `upper set --token` prints
 a token, several are separated by commas. If a rollback took the write back, the query ends with an error
-instead of waiting; --url lets it ask the bucket about that. The relation `current` is the bucket at the
+instead of waiting; with --url it also asks the bucket. The relation `current` is the bucket at the
 position of `changes`.
 """
 

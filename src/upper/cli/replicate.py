@@ -2,9 +2,9 @@
 
 Changes are written with their revision, CAS, flags and expiration; deletions and expirations are carried over
 as such. Of two versions of a key the one with the higher revision wins, then the higher CAS; with --conflicts
-lww the one that was written last. Positions are stored in the target, so a replication that was stopped goes
-on where it was. When the source loses changes in a failover, the keys that they reached in the target are
-brought back to the state of the source. Without --once it follows until Ctrl-C or SIGTERM.
+lww the one that was written last. Positions are stored in the target, so a replication that was stopped
+continues where it ended. When the source loses changes in a failover, the keys that they reached in the
+target are brought back to the state of the source. Without --once it follows until Ctrl-C or SIGTERM.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     how = add_following(parser, "the bucket of SOURCE")
     how.add_argument("--status", action="store_true", help="print the lag and the state, and end")
     how.add_argument("--pause", action="store_true", help="let the running replication pause, and end")
-    how.add_argument("--resume", action="store_true", help="let it go on, and end")
+    how.add_argument("--resume", action="store_true", help="let it continue, and end")
     add_metrics(parser)
     add_workers(parser)
 

@@ -1,8 +1,8 @@
 """Bring a bucket to a commit of a lake: every live item, with CAS, revision, flags, expiry and data type.
 
-The bucket must be empty, or hold only items of that very commit: a restore that was interrupted goes on when
-it is started again. --merge adds to any bucket and keeps the newer version of each item; --overwrite makes
-the bucket equal to the commit, which deletes other items. --dry-run counts and writes nothing. Locks are not
+The bucket must be empty, or hold only items of that commit: an interrupted restore continues when it is
+started again. --merge adds to any bucket and keeps the newer version of each item; --overwrite makes the
+bucket equal to the commit, which deletes other items. --dry-run counts and writes nothing. Locks are not
 restored, and items whose time to live has passed are left out. The number of partitions may differ.
 """
 
@@ -42,9 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--merge", action="store_true", help="into any bucket; the newer version of an item stays"
     )
     how.add_argument("--overwrite", action="store_true", help="make the bucket equal to the commit")
-    parser.add_argument(
-        "--yes", action="store_true", help="--overwrite: do not ask, where a terminal could answer"
-    )
+    parser.add_argument("--yes", action="store_true", help="--overwrite: do not ask for confirmation")
     parser.add_argument(
         "--dry-run", action="store_true", help="show what would be written, and write nothing"
     )
@@ -68,7 +66,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     mode: Mode = "merge" if args.merge else "overwrite" if args.overwrite else "empty"
     options = RestoreOptions(mode, as_typed(args.prefix), args.dry_run)
     if args.overwrite and not (args.dry_run or args.yes):
-        question = f"Replace what the bucket has by commit {commit.number}, and delete what that has not?"
+        question = f"Make the bucket equal to commit {commit.number}, and delete items that it does not have?"
         if not agreed(out, question, unattended=True):
             raise InvalidArguments("nothing was changed; see what it would do with --dry-run, or add --yes")
     with closing(BucketTarget(url_of(args))) as target:

@@ -1,10 +1,10 @@
 """Search an index of a lake: the best hits first, each with its score and the fields of the index.
 
 A query has words, which are searched in all --text paths of the index, "phrases", path:word, AND, OR, NOT or
--word, city:Oslo for fields, and price:[10 TO 20] or price:>10 for numbers. All words must be there, unless OR
+-word, city:Oslo for fields, and price:[10 TO 20] or price:>10 for numbers. All words are required, unless OR
 joins them.
 
---after TOKEN waits until the index has a write, and never answers from before it: `upper set --token` prints
+--after TOKEN waits until the index has a write, and never returns an older state: `upper set --token` prints
 a token. If a rollback took the write back, the search ends with an error instead of waiting.
 """
 

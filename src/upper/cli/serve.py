@@ -88,7 +88,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--cluster-secret",
         type=Path,
         metavar="FILE",
-        help="the password of the nodes among themselves; the same file on each",
+        help="the password with which nodes log in to each other; the same file on each",
     )
     joining.add_argument(
         "--cluster-ca", type=Path, metavar="FILE", help="certificates that sign those of the other nodes, PEM"

@@ -1,7 +1,7 @@
 """Print the statistics of a node, or of each node of a cluster: the general ones, or one group.
 
-Groups: memory, streams [CONNECTION], timings, vbucket-details [N], failovers [N], cluster.
-docs/reference/statistics.md explains each of them.
+Groups: memory, disk, streams [CONNECTION], consumers, timings, vbucket-details [N], failovers [N],
+replication [N], cluster. docs/reference/statistics.md explains each of them.
 """
 
 from __future__ import annotations

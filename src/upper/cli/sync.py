@@ -8,8 +8,8 @@ a longer one is abandoned, and the next sync does it again. A second Ctrl-C stop
 --types FILE adds typed tables, which every later sync keeps as well; see `upper lake LAKE types`.
 
 --config FILE follows several buckets in one process, as a service: FILE is TOML, with a [[lake]] for each. It
-prints a line when all of them are followed, and tries again whatever a bucket or a store does. --metrics-port
-serves their lag, commits, rollbacks and sizes to Prometheus, also for a single lake.
+prints a line when all of them are followed, and retries while a bucket or a store is not available.
+--metrics-port serves their lag, commits, rollbacks and sizes to Prometheus, also for a single lake.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keep",
         choices=("both", "changes", "latest"),
-        help="what a new lake keeps (both); the history alone, or the live keys alone, take half the room",
+        help="what a new lake keeps (both); the history alone, or the live keys alone, take half the space",
     )
     parser.add_argument(
         "--new-history",
         action="store_true",
-        help="go on with a bucket that was made anew: what the lake has moves to `lost`",
+        help="continue with a bucket that was created again: the lake's rows move to `lost`",
     )
     parser.add_argument(
         "--py-files",
@@ -145,7 +145,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     if args.url is None or args.lake is None:
         raise InvalidArguments("a sync needs URL and LAKE, or --config FILE; see `upper sync --help`")
     if args.once and args.metrics_port is not None:
-        raise InvalidArguments("--metrics-port is for a sync that goes on; leave it or --once out")
+        raise InvalidArguments("--metrics-port is for a sync that keeps running; leave it or --once out")
     settings = SyncSettings(
         once=args.once,
         every=args.every,

@@ -157,7 +157,7 @@ class _ConfigReader:
         return options
 
     def _referred(self, value: Mapping[str, Any], name: str, where: str) -> str:
-        """A secret that is somewhere else. Its value is in no message."""
+        """A secret from the environment or another file. Its value is in no message."""
         match value:
             case {"env": str() as variable, **rest} if not rest:
                 if (found := self._environment.get(variable)) is None:

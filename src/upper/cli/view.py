@@ -1,8 +1,8 @@
 """Create, list, refresh or drop views of a lake: named SQL over its relations.
 
 A view is one SELECT over current, changes, latest, lost or other views. doc(value) is the value as JSON, or
-null if it is none, so that columns get types: (doc(value)->>'price')::double. `upper query` uses a view like
-a table, also with --after TOKEN.
+null if it is not JSON, so that columns get types: (doc(value)->>'price')::double. `upper query` uses a view
+like a table, also with --after TOKEN.
 
 A view is computed when it is queried. With --materialize it is also kept as a Delta table in LAKE/views/NAME,
 if it is a projection, filter or aggregate of current: a sync that runs keeps it up to date, through rollbacks

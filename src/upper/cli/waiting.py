@@ -1,4 +1,4 @@
-"""What the verbs share that answer from after a write: --after, --timeout and --url."""
+"""Shared by the verbs that can wait for a write: --after, --timeout and --url."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One active copy in the course of time: when replicas join and leave the in-sync set, and when it is handed
-over.
+"""One active copy over time: when replicas join and leave the in-sync set, and when it is handed over.
 
 The node calls `written`, `attached` and `acknowledged` as they happen, and reads `watermark`, `ready` and
-`writable`. `NodeCopies` asks for the next change of the map (`proposal`) and reports its outcome. Time is a
+`writable`. `NodeCopies` takes the next change of the map (`proposal`) and reports its outcome. Time is a
 parameter: seconds of a monotonic clock.
 """
 
@@ -22,7 +21,7 @@ PAUSE = 1.0  # seconds between two attempts to hand over
 
 
 class ActiveCopy(InSyncTracker):
-    """What an active copy waits for, and what it wants changed in the map."""
+    """What an active copy waits for, and the changes of the map that it proposes."""
 
     __slots__ = (
         "_goal", "_offered", "_parked_at", "_retry_at", "away", "settings", "uncertain"
@@ -61,7 +60,7 @@ class ActiveCopy(InSyncTracker):
         """Whether this copy may be read.
 
         A copy that has become active may hold changes that were never acknowledged. They are exposed once
-        every copy that is waited for holds them too: otherwise another failover would take them back. While
+        every copy that is waited for holds them too: otherwise another failover could remove them. While
         a handover may have been stored, the destination may have acknowledged changes already.
         """
         return self.watermark >= self.started and not (self._offered or self.uncertain)
@@ -160,7 +159,7 @@ class ActiveCopy(InSyncTracker):
         return self.parked
 
     def proposal(self, high: Seqno, now: float) -> PartitionEntry | None:
-        """The entry that this copy wants in the map; `high` is the last seqno given to a change.
+        """The entry that this copy proposes for the map; `high` is the last seqno given to a change.
 
         The present entry, unchanged, ends earlier proposals whose outcome decides what to do next.
         """

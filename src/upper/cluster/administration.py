@@ -1,7 +1,7 @@
 """What an administrator does to a cluster: create, settings, failover, rebalance. All by compare-and-swap.
 
 Nothing here waits for nodes: a function changes the agreement store or refuses with a reason, and the nodes
-follow. A change that another one preceded is decided again from the new state.
+follow. If another change was stored first, the change is decided again from the new state.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def planned(
     leaving = [state.named(name) for name in remove]
     staying = [node for node in state.members if node not in {member.id for member in leaving}]
     if not staying:
-        raise ClusterError("the last node of a cluster cannot be removed; its data would be gone")
+        raise ClusterError("the last node of a cluster cannot be removed; its data would be lost")
     if away := sorted(state.members[node].name for node in staying if node not in state.alive):
         raise ClusterError(
             f"{', '.join(away)} cannot take copies while away; start it, or add --remove {away[0]}"

@@ -8,7 +8,7 @@ every acknowledged change**.
 An epoch that begins with a failover begins a history branch; one that begins with a handover, or because a
 copy was removed, continues the history. The map has the epoch that began the present branch, and the id of
 the branch follows from it: the active node promotes its copy to that branch unless its failover log has it
-already. So it may crash and start again at any step, and miss any map.
+already. So it may crash and restart at any step, and need not see every map.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class PartitionEntry:
 
 @dataclass(frozen=True, slots=True)
 class BucketSettings:
-    """What an administrator decides for a bucket."""
+    """The settings of a bucket that an administrator chooses."""
 
     name: str = "default"
     partitions: int = 1024

@@ -1,8 +1,8 @@
 """The controller: decides failovers, repairs, moves and the restoration of replicas. One node at a time.
 
-`decide` is pure: from the contents of the agreement store, the nodes that count as alive and the progress of
-the copies to what is to be stored. The simulation runs it unchanged. `Controller` asks the nodes for their
-progress and stores the decision by compare-and-swap, in a thread of the node that holds the leased key
+`decide` is pure: it derives what to store from the contents of the agreement store, the nodes that count as
+alive and the progress of the copies. The simulation runs it unchanged. `Controller` requests the progress of
+the nodes and stores the decision by compare-and-swap, in a thread of the node that holds the leased key
 `controller`. Two controllers at once are harmless: only one of two changes to the same map is stored.
 """
 
@@ -38,7 +38,7 @@ class ControllerSettings:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to store: entries of the map, and how the rebalance goes on."""
+    """What to store: entries of the map, and the next state of the rebalance."""
 
     entries: Mapping[Partition, PartitionEntry] = field(default_factory=dict)
     begin: Rebalance | None = None  # a rebalance to start
@@ -50,7 +50,7 @@ class Decision:
 
 
 def needs_progress(bucket_map: BucketMap, alive: Set[NodeId]) -> Set[NodeId]:
-    """The nodes to ask before a failover: where several copies may be promoted, the best one is."""
+    """The nodes whose progress a failover needs: of several copies that may be promoted, the best one is."""
     asked: set[NodeId] = set()
     for entry in bucket_map.entries:
         if entry.active not in alive and len(candidates := (entry.in_sync & alive) - {entry.active}) > 1:
@@ -65,7 +65,7 @@ def decide(
     away: Mapping[NodeId, float],
     settings: ControllerSettings,
 ) -> Decision:
-    """What follows from the state of the cluster. `away`: for how long each dead node has been so."""
+    """The decision for the state of the cluster. `away`: how long each dead node has been away."""
     bucket_map = state.bucket_map
     if bucket_map is None:
         return Decision()
@@ -129,7 +129,8 @@ def plan_rebalance(
 
 
 class Controller:
-    """Makes this node the controller if there is none, and acts as it. Every call is made in one thread.
+    """Makes this node the controller if there is none, and performs that role. Every call is made in one
+    thread.
 
     `ask` returns the progress of copies on nodes, within a bounded time; `now` is a monotonic clock.
     """
@@ -160,7 +161,7 @@ class Controller:
                 self._away_since.setdefault(node, now)
 
     def step(self, state: ClusterState, lease: LeaseId) -> bool:
-        """Do what is to be done, if this node is the controller. True if something was changed.
+        """Perform the next step, if this node is the controller. True if something was changed.
 
         `lease` is the one of this node: the role ends with it.
         """
@@ -234,7 +235,7 @@ class Controller:
         if lost - self._unavailable:
             holders = {state.name_of(node) for p in lost for node in state.bucket_map.entries[p].in_sync}
             log.error(
-                "%d partitions have no in-sync copy that is alive; start %s, or give up what they alone have "
+                "%d partitions have no in-sync copy that is alive; start %s, or give up their changes "
                 "with `upper cluster failover --force`", len(lost), " or ".join(sorted(holders)),
             )  # fmt: skip
         elif self._unavailable and not lost:

@@ -116,7 +116,7 @@ class Coordinator:
         await self._wait_for(self._served)
 
     async def fails(self) -> None:
-        """Wait until this node cannot go on, and raise the reason."""
+        """Wait until this node cannot continue, and raise the reason."""
         await self._wait_for(self.failure)
 
     async def _wait_for(self, happened: asyncio.Future[None]) -> None:
@@ -150,7 +150,7 @@ class Coordinator:
         await self._loop.run_in_executor(None, self._end)
 
     def check(self) -> None:
-        """Raise the reason why this node cannot go on, if there is one."""
+        """Raise the reason why this node cannot continue, if there is one."""
         if self.failure.done():
             self.failure.result()
 
@@ -167,7 +167,7 @@ class Coordinator:
         self._follow()
 
     def _update_serving(self) -> None:
-        """Serve or not, by the lease and by what was read since it is held."""
+        """Serve only while the lease holds and the map was read since it was granted or renewed."""
         now = time.monotonic()
         certain = now < self._renewed + self._settings.lease - self._settings.margin
         if not certain:
@@ -220,7 +220,7 @@ class Coordinator:
             self._update_serving()
 
     def _check_identity(self, state: ClusterState) -> None:
-        """In a state that was read while the lease was held."""
+        """Compare the identity of this node with a state that was read while the lease was held."""
         if state.alive.get(self.member.id, self._process) != self._process:
             self._fail(
                 f"another process runs with the id of {self.member.name}; "

@@ -1,7 +1,7 @@
 """The copies that one node holds, and how they follow the map: the boundary between decisions and I/O.
 
 `NodeCopies` compares each map with what this node does and calls `CopyActions` for the difference. It
-collects what the active copies here want changed in the map (`proposals`) and receives the outcome
+collects the changes of the map that the active copies here propose (`proposals`) and receives the outcome
 (`stored`, `unknown`). It performs no I/O and reads no clock, so that the simulation runs it unchanged:
 
 - the node implements `CopyActions` with real partitions and connections, the simulation with its own;
@@ -63,7 +63,7 @@ class CopyActions(Protocol):
         """Hold no copy of this partition any more, and delete its data."""
 
     def park(self, partition: Partition, parked: bool) -> None:
-        """Hold writes of this partition back, at most for a second, while it is handed over; or go on."""
+        """Hold writes of this partition back, at most for a second, while it is handed over; or continue."""
 
     def serve(self, allowed: bool) -> None:
         """Serve the active copies, reads too; or refuse everything, because the lease may be over."""
@@ -79,13 +79,13 @@ class CopyActions(Protocol):
 
 
 class CopyHost(Protocol):
-    """What the coordinator of a node asks of its copies; `NodeCopies` is the implementation."""
+    """The interface between the coordinator of a node and its copies; `NodeCopies` implements it."""
 
     def observe(self, view: MapView) -> None:
         """The map was read: bring the copies of this node into its state."""
 
     def proposals(self, now: float) -> Mapping[Partition, PartitionEntry]:
-        """The entries that active copies here want in the map now: grown, shrunk, or handed over.
+        """The entries that active copies here propose for the map now: grown, shrunk, or handed over.
 
         An entry that is unchanged is stored too: it is a claim. Before the first claim, the entries that
         remove copies of this node which may lack acknowledged changes: they are part of it.
@@ -219,7 +219,7 @@ class NodeCopies:
         """Whether a replica here may discard complete snapshots.
 
         Not while it is in the in-sync set: it may discard acknowledged changes and receive them again, and
-        must not be promoted in between. Then it is proposed to leave; ask again later.
+        must not be promoted in between. Then its removal from the set is proposed; call this again later.
         """
         assert self.view is not None
         if self.node not in self.view.bucket_map.entries[partition].in_sync:

@@ -31,7 +31,7 @@ class FailoverPlan:
 def fail_over(
     bucket_map: BucketMap, alive: Set[NodeId], progress: Mapping[tuple[Partition, NodeId], Progress]
 ) -> FailoverPlan:
-    """What follows from the death of every node that is not alive."""
+    """The plan for the nodes that are not alive."""
     entries: dict[Partition, PartitionEntry] = {}
     unavailable = []
     for number, entry in enumerate(bucket_map.entries):
@@ -86,7 +86,7 @@ def handed_over(entry: PartitionEntry, to: NodeId) -> PartitionEntry | None:
 def distrusted(entry: PartitionEntry, node: NodeId) -> PartitionEntry:
     """The entry after the copy on `node` may have lost changes that it acknowledged.
 
-    The epoch is raised: what the copy acknowledged before counts for nothing any more. The active role goes
+    The epoch is raised: what the copy acknowledged before no longer counts. The active role goes
     to another in-sync copy; where there is none, a branch begins at what is left.
     """
     if node != entry.active:

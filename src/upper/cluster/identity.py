@@ -1,4 +1,4 @@
-"""The identity of a node: an id in its data directory, which its name and address may change around.
+"""The identity of a node: an id in its data directory. Its name and address may change, the id does not.
 
 The file is locked while a process uses the directory, also before a bucket exists there.
 """

@@ -102,7 +102,7 @@ class InSyncTracker(kernel.CopyProgress):
         """The map was read or stored, and has this entry. Joining replicas are still waited for.
 
         One that lost its copy is not: the proposal to add it expected an older map than this one. With a
-        newer epoch none is, and what replicas acknowledged under the older one counts for nothing.
+        newer epoch none is, and what replicas acknowledged under the older one no longer counts.
         """
         if entry.epoch < self.entry.epoch or entry.active != self.node:
             raise ValueError("the partition has another active node; this tracker is over")

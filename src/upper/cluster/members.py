@@ -73,7 +73,7 @@ AT_ONCE = 128  # partitions that one node copies at a time, unless the rebalance
 
 @dataclass(frozen=True, slots=True)
 class Rebalance:
-    """What a running rebalance works towards. It ends when every partition has its target."""
+    """The target of a running rebalance. It ends when every partition has its target."""
 
     target: tuple[tuple[NodeId, ...], ...]  # the copies of each partition, the active one first
     remove: tuple[NodeId, ...] = ()  # nodes that leave the cluster once they hold no copy

@@ -99,7 +99,7 @@ def without(entry: PartitionEntry, nodes: Set[NodeId]) -> PartitionEntry:
 
 
 def repaired(bucket_map: BucketMap, alive: Set[NodeId], *, moving: bool) -> Entries:
-    """What a dead node and an interrupted or cancelled move left behind, put right.
+    """The entries to change after a node died or a move was interrupted or cancelled.
 
     Replicas that are not alive leave the in-sync set, so that writes need not wait for them. A handover to a
     copy that is not alive or not in sync is taken back. Without a rebalance (`moving`) so is every handover,

@@ -1,4 +1,4 @@
-"""What the decisions about copies do to a node: its active side and its replica side behind one interface.
+"""Performs the decisions about copies on a node: its active side and its replica side behind one interface.
 
 Copies are compared by the branch that they stand on before their seqno: a longer history of an older branch
 is behind a shorter one of a newer branch. The failover log has the branch, and the map names the epoch that

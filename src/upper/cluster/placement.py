@@ -33,7 +33,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one partition has to do to reach its target."""
+    """The change of one partition on the way to its target."""
 
     partition: Partition
     add: tuple[NodeId, ...]  # nodes that get a copy
@@ -69,7 +69,7 @@ def initial(members: Sequence[Member], settings: BucketSettings, *, seed: int) -
 
 
 def moves(current: BucketMap, wanted: Sequence[Sequence[NodeId]]) -> list[Move]:
-    """What has to happen, partition by partition. Partitions that are at their target are left out."""
+    """The changes, partition by partition. Partitions that are at their target are left out."""
     found = []
     for number, (entry, copies) in enumerate(zip(current.entries, wanted, strict=True)):
         add = tuple(node for node in copies if node not in entry.copies)

@@ -272,7 +272,7 @@ class ReplicaConnection(asyncio.Protocol):
             self._timer = self._loop.call_later(limit - silent, self._watch)
 
     def _failed(self, why: BaseException) -> None:
-        """The connection could not be opened, or is of no more use: open another one after a wait."""
+        """The connection could not be opened, or cannot be used any more: open another one after a wait."""
         if self.state is LinkState.CLOSED:
             return
         if not self._backoff.tries:

@@ -1,4 +1,4 @@
-"""Replication to this node: which partitions are copied from which nodes, and how that is going.
+"""Replication to this node: which partitions are copied from which nodes, and their progress.
 
 There is one connection to each active node that this node replicates from. A partition is replicated from
 one node at a time, under one epoch.

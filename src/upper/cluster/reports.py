@@ -1,4 +1,4 @@
-"""What live nodes report about their copies, asked over the protocol, within a bounded time.
+"""Reports of live nodes about their copies, requested over the protocol, within a bounded time.
 
 A node that does not answer in time is left out: its copies count as having no progress.
 """

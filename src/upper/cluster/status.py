@@ -108,7 +108,7 @@ def _progress(reports: Mapping[NodeId, NodeReport], node: NodeId, partition: Par
 
 
 def summary(document: Mapping[str, Any]) -> list[str]:
-    """What an operator wants to read first, one sentence a line."""
+    """The most important facts for an operator, one sentence a line."""
     if document["bucket"] is None:
         return ["no bucket yet; create one with `upper cluster create STORE`"]
     settings, partitions = document["settings"], document["partitions"]

@@ -137,7 +137,7 @@ def as_json(column: pa.Array, kind: pa.StructType) -> pa.Array:
 
 
 def _as(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Bytes as the schema wants them: as bytes, or as text with replacement characters."""
+    """Bytes in the form of the schema: as bytes, or as text with replacement characters."""
     if not pa.types.is_string(kind):
         return column
     texts = [None if value is None else value.decode(errors="replace") for value in column.to_pylist()]

@@ -37,7 +37,7 @@ else:
     except ImportError:
 
         class _Missing:
-            """Never given by a Spark that does not have it."""
+            """Stands for a class that the installed Spark does not have."""
 
         ReadAllAvailable = ReadLimit = ReadMaxBytes = ReadMaxRows = SupportsTriggerAvailableNow = _Missing
 

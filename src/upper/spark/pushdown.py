@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Pushed:
-    """What the filters of a query have in common with those of a stream; None where nothing restricts."""
+    """The filters of a query that a stream has too; None where there is no restriction."""
 
     partitions: frozenset[int] | None = None
     key: str | bytes | None = None  # a single key: its partition is known too

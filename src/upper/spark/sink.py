@@ -1,8 +1,8 @@
 """The sink `upr`: rows become items of a bucket, written from the executors in pipelined runs.
 
 A row has `key`, and `value` or an `operation` (`mutation`, `deletion`, `expiration`); `flags` and
-`expiration` are used where they are there. With `mode=meta` it also has `revision` and `cas`, and is written
-with them: a node that has the same or something newer keeps it.
+`expiration` are optional. With `mode=meta` it also has `revision` and `cas`, and is written with them: a node
+that has the same or a newer version keeps it.
 
 Writing a row twice leaves the same item. Of several rows of one key in a task the last one counts. Rows of
 one key in several tasks have no order between them: repartition by key where that matters.
@@ -82,7 +82,7 @@ class ChangesStreamWriter(StreamArrowWriter):
 
 
 def check(options: SinkOptions, columns: Sequence[str], *, overwrite: bool) -> None:
-    """Reject what cannot be written before anything is."""
+    """Reject a query that cannot be written, before anything is written."""
     if overwrite:
         raise InvalidArguments('a bucket is not replaced by a query; write with mode("append")')
     needed = {"key", "value", "revision", "cas"} if options.mode == "meta" else {"key"}

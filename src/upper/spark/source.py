@@ -1,7 +1,7 @@
 """The source `upr`: changes of a bucket as rows, in batches and in streams. A thin adapter.
 
 Spark's method names stop here. Decisions are in `plan`, positions in `offsets`, settings in `options`; this
-module asks for the state of the bucket and lets executors read.
+module requests the state of the bucket and lets executors read.
 
 Correctness does not depend on `commit` or `stop`, which Spark may call late or never. If the history branches
 between planning and reading, the batch delivers the new history; the next plan detects that the offset is not

@@ -2,7 +2,7 @@
 
 A commit is rebuilt partition by partition. `changes` has every row that led to it, unless a rollback since
 then went back past it, or the rows were trimmed. Whether the rows are there is decided from positions alone
-(`readable`); what is refused is never approximated.
+(`readable`). A commit that cannot be rebuilt exactly is refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Every worker rebuilds the live keys of some partitions, compares them with what the bucket has, and writes
 what is missing or different, with CAS, revision, flags, expiration and data type. Locks are not restored.
-What the bucket has already is not written again, so a restore that was interrupted goes on where it was.
+What the bucket has already is not written again, so an interrupted restore continues where it stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The schema of an index, and documents from live keys. The position of an index is a document, too.
 
 tantivy commits added and deleted documents together, so a position that is a document of the same commit
-states exactly what the index holds. A value that is no JSON object has no document.
+states exactly what the index holds. A value that is not a JSON object has no document.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def open_index(directory: Path, text: Sequence[str]) -> Any:
 
 
 def position_of(searcher: Any, schema: Any, where: str) -> LakePosition:
-    """The position of an index, as one moment of it has it."""
+    """The position of an index, as one snapshot of it has it."""
     found = searcher.search(library().Query.term_query(schema, KIND, "position"), 1).hits
     if not found:
         return LakePosition()

@@ -86,7 +86,7 @@ def refresh(lake: Lake, runner: Runner, name: str) -> None:
 
 
 def rebuild(store: LakeStore, name: str) -> None:
-    """Ask for another build, which is served once it is complete."""
+    """Request another build, which is served once it is complete."""
     save(store, replace(read(store, name), wanted=uuid4().hex[:8]))
 
 

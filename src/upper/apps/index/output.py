@@ -2,7 +2,7 @@
 
 A worker adds and deletes the documents of one group, and commits them with the position of its partitions. It
 does so only if the group is where the plan began, and tantivy allows one writer at a time: a worker that was
-forgotten changes nothing.
+abandoned changes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Searching an index: the best hits of all groups of partitions, at a position that can be asked for."""
+"""Searching an index: the best hits of all groups of partitions, at or past a given position."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Hits:
-    """What a query found in one moment of an index."""
+    """The hits of a query in one snapshot of an index."""
 
     total: int
     hits: list[Hit]

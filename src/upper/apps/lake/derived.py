@@ -6,9 +6,9 @@ positions alone (`lack`, pure). Workers read it, a group of partitions each: all
 partition, so nothing is shuffled. A crash between any two steps leaves an output behind, never wrong, and the
 next round brings it forward.
 
-What an output has to do is small: for each piece of work, forget some partitions or keys, and take the newest
-version of some keys (`OutputChange`). A partition that a rollback reached is derived again as a whole, from
-`latest` and `changes`, which are exact: so every key of it has its older version again.
+The interface of an output is small: for each piece of work it removes some partitions or keys, and takes the
+newest version of some keys (`OutputChange`). A partition that a rollback reached is derived again as a whole,
+from `latest` and `changes`, which are exact: so every key of it has its older version again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def lack(position: LakePosition, target: LakePosition, partitions: Collection[Pa
 
 
 def _continues(position: LakePosition, target: LakePosition, partition: Partition) -> bool:
-    """Whether the lake's history of a partition goes on from the output's place in it."""
+    """Whether the lake's history of a partition continues from the output's place in it."""
     ours, theirs = position.known(partition), target.known(partition)
     if not ours.ends:
         return True
@@ -82,7 +82,7 @@ def _continues(position: LakePosition, target: LakePosition, partition: Partitio
 
 @dataclass(frozen=True, slots=True)
 class PartitionRead:
-    """Where that which an output lacks of one partition is read."""
+    """The files from which the missing changes of one partition are read."""
 
     after: Seqno  # changes past here
     afresh: bool = False  # nothing of what the output has stays
@@ -200,7 +200,7 @@ class DerivedOutput(Protocol[R]):
 
     @property
     def name(self) -> str:
-        """As messages call it, such as `view 'orders'`."""
+        """The name in messages, such as `view 'orders'`."""
         ...
 
     def snapshot(self) -> tuple[LakePosition, list[DataFile]]:
@@ -219,14 +219,13 @@ class DerivedOutput(Protocol[R]):
         ...
 
     def forget(self, partition: Partition, key: bytes) -> None:
-        """Keep nothing of a key that the lake does not have, as far as VACUUM does not remove it: the key was
-        erased, and its partition is derived again."""
+        """Remove what is left of an erased key and VACUUM does not remove; its partition is derived again."""
         ...
 
 
 @dataclass
 class Followed:
-    """What an output was given."""
+    """What an output received."""
 
     units: int = 0
     batch: int = 0  # the commit of the lake that it was brought towards

@@ -116,7 +116,7 @@ def _compression(rows: pa.Table, *, tight: bool) -> dict[str, Any]:
 def put(
     store: LakeStore, table: str, rows: pa.Table, *, group: int, measured: Mapping[str, str], **options: Any
 ) -> DataFile:
-    """Write one file. `measured`: the columns whose edges are known of it, by what they are called there."""
+    """Write one file. `measured`: the columns with a known minimum and maximum, by their names in it."""
     made = pa.BufferOutputStream()  # a store may have no rename, and the checksum is in the name
     pq.write_table(rows, made, **options)
     data = made.getvalue()
@@ -149,7 +149,7 @@ def named_checksum(path: str) -> int | None:
 
 
 def sync(root: Place, table: str, files: Sequence[DataFile]) -> None:
-    """Have files on disk before a commit names them: after a power failure it may be there and they not."""
+    """Sync files before a commit names them: a power failure could keep the commit and lose the files."""
     open_store(root).make_durable(f"{table}/{file.path}" for file in files)
 
 
@@ -157,7 +157,7 @@ def check(root: Place, table: str, files: Sequence[DataFile]) -> None:
     """Reject files that the driver does not find as their task described them: size, footer, rows.
 
     What a commit names must be readable: a worker that wrote somewhere else, or another program's VACUUM,
-    must not leave a hole in the table.
+    must not leave the table without some of its rows.
     """
     store = open_store(root)
     for file in files:
@@ -183,7 +183,7 @@ def _reason(error: Exception) -> str:
 
 
 def sync_commit(root: Place, table: str, version: int) -> None:
-    """Have a commit on disk before the next table follows it, and before it is reported."""
+    """Sync a commit before the next table follows it, and before it is reported."""
     open_store(root).make_commit_durable(f"{table}/_delta_log", f"{version:020d}.json")
 
 

@@ -86,7 +86,7 @@ class SyncTotals:
         text = (
             f"{_count(self.rows, 'change')} ({self.bytes / 1e6:,.1f} MB) in "
             f"{_count(self.commits, 'commit')} and {self.seconds:.1f} s, {rate:,.0f} a second; "
-            f"the lake stands at commit {self.last_commit}"
+            f"the lake is at commit {self.last_commit}"
         )
         if self.rollbacks:
             rollbacks, lost = _count(self.rollbacks, "rollback"), _count(self.lost, "change")
@@ -297,7 +297,7 @@ def _forever(
 
 @contextmanager
 def _beside(maintainer: Maintainer, outputs: OutputFollower) -> Iterator[None]:
-    """Start both. After an error they end with the step under way: the lake is given up."""
+    """Start both. After an error they end with the step under way, and the lake is no longer followed."""
     maintainer.start()
     outputs.start()
     try:

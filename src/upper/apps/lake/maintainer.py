@@ -126,7 +126,7 @@ class Maintainer:
                 table.shorten_log(now=time.time(), tombstones=self._settings.vacuum_keep)
 
     def clean(self) -> None:
-        """Trim and vacuum, as far as the settings ask for it."""
+        """Trim and vacuum, as the settings require."""
         forget(self._lake, self._runner)
         if self._settings.trim:
             moment = datetime.now(UTC) - timedelta(seconds=self._settings.trim)

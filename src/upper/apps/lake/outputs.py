@@ -96,8 +96,8 @@ class OutputFollower:
         self._thread = threading.Thread(target=self._run, name="lake-outputs", daemon=True)
 
     def go_back(self) -> None:
-        """Before the first round: bring outputs back that are ahead, because another program restored
-        `changes`. Once the lake has as many commits again, it would not be seen."""
+        """Before the first round: roll outputs back that are ahead, because another program restored
+        `changes`. Later, when the lake has as many commits again, this could not be detected."""
         batch = self._lake.changes.lake_position.batch
         self._look_again()
         if any(output.snapshot()[0].batch > batch for output in self._open.values()):

@@ -133,7 +133,7 @@ def open_views(
     views: Sequence[ViewDefinition] = (),
     after: Sequence[WriteToken] = (),
 ) -> LakePosition:
-    """Create the tables of a lake as views, close everything else to the connection; returns the position.
+    """Create the tables of a lake as views, deny the connection everything else; returns the position.
 
     `views` are defined after that, so that they can read no more than a query can. A materialised view has
     the writes of `after` if the lake has. `named`: what the query uses. Of typed tables, those that it names

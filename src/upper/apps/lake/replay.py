@@ -1,7 +1,7 @@
 """What rows mean: from changes to live keys, back again, and whether two tables are equal.
 
-Pure functions over Arrow tables whose rows are in order of (partition, seqno). No file, no
-network, no Delta: what is true of a lake is decided here and tested here.
+Pure functions over Arrow tables whose rows are in order of (partition, seqno). No file, no network, no Delta:
+the rules of a lake's contents are here, and are tested here.
 """
 
 from __future__ import annotations

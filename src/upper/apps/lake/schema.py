@@ -1,8 +1,8 @@
 """The three tables of a lake, their columns, and the groups that their files belong to.
 
-    changes   every change that was seen, once; the truth, and the position that goes with it
+    changes   every change that was received, once, and the position; the other tables follow from it
     latest    one row for each live key at the position in its own commit
-    lost      what a rollback took back, with when and why
+    lost      the changes that rollbacks took back, with time and reason
 
 Partitions form *groups* of neighbours, and a file belongs to one group, except for small files of recent
 batches (`UNGROUPED`), which are merged into files of groups later. All changes of a key are in one partition,
@@ -41,7 +41,7 @@ ERASED = "erased"  # the operation of a row whose key was erased from the lake
 
 @cache
 def file_schema(table: str) -> pa.Schema:
-    """The columns inside the files of a table. The group is in the path, as Delta wants it."""
+    """The columns inside the files of a table. The group is in the path, as Delta requires."""
     import pyarrow as pa  # not above: `upper query` needs the names alone, and starts without Arrow
 
     from upper.client.bulk import change_schema

@@ -40,12 +40,12 @@ PATIENCE = {"max_retries": "4", "retry_timeout": "20s"}
 
 
 class StoreUnavailable(StorageError):
-    """The place of a lake does not answer, or refuses. It may pass: a sync tries again."""
+    """The place of a lake does not answer, or refuses. It may be temporary: a sync tries again."""
 
 
 @contextmanager
 def reaching(where: str) -> Iterator[None]:
-    """State failures of a file system or object store in a sentence; a missing file stays one."""
+    """Raise failures of a file system or object store as StoreUnavailable; FileNotFoundError passes."""
     try:
         yield
     except FileNotFoundError:
@@ -82,7 +82,7 @@ class LakeStore(ABC):
     @property
     @abstractmethod
     def filesystem(self) -> fs.FileSystem:
-        """What Arrow reads and writes through."""
+        """The file system for Arrow."""
 
     @abstractmethod
     def path(self, inside: str) -> str:
@@ -181,7 +181,7 @@ class LocalStore(LakeStore):
             raise self._in_the_way() from None
 
     def _in_the_way(self) -> InvalidArguments:
-        return InvalidArguments(f"{self} is in the way: a lake is a directory; choose another place")
+        return InvalidArguments(f"{self} is not a directory, and a lake is one; choose another place")
 
     def make_durable(self, files: Iterable[str]) -> None:
         paths = [self.directory / inside for inside in files]

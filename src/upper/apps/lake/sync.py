@@ -60,7 +60,7 @@ class UnrelatedHistory(BadCheckpoint):
         rows = sum(file.rows for file in lake.changes.files())
         super().__init__(
             f"the bucket {lake.layout.bucket!r} has no history in common with the lake {lake.root}: it is "
-            "another one, or was made anew; sync it into a new lake, or use --new-history, which moves "
+            "another one, or was created again; sync it into a new lake, or use --new-history, which moves "
             f"all {rows:,} changes to `lost` and begins again"
         )
 
@@ -77,7 +77,7 @@ class Sync:
         new_history: bool = False,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        """`new_history`: go on though the bucket's history has nothing in common with the lake's."""
+        """`new_history`: continue even if the bucket's history has nothing in common with the lake's."""
         self.lake, self.source, self.runner, self._now = lake, source, runner, now
         self._rounds = Rounds(source, self, new_history=new_history)
         self._round = SyncRound()
@@ -92,7 +92,7 @@ class Sync:
         return self._rounds.unsettled
 
     def round(self) -> SyncRound:
-        """Bring `changes` up to the bucket's state of now, in one commit; nothing new, no commit."""
+        """Bring `changes` up to the bucket's present state, in one commit, or in none if nothing is new."""
         began = time.monotonic()
         done = self._round = SyncRound()
         before = seqnos(self.places())
@@ -238,7 +238,7 @@ class Sync:
 
 
 def rewrites(lake: Lake, table: str, hits: Sequence[DataFile], cut: RowCut, width: int) -> list[RewriteFiles]:
-    """Tasks that apply a cut to these files, dealt out by their sizes."""
+    """Tasks that apply a cut to these files, distributed by their sizes."""
     weights = {number: file.size for number, file in enumerate(hits)}
     return [
         RewriteFiles(lake.root, lake.layout, table, tuple(hits[number] for number in hand), cut)

@@ -62,7 +62,7 @@ TOMBSTONES = "delta.deletedFileRetentionDuration"
 
 
 class FilesReplaced(StorageError):
-    """Another program rewrote files while they were worked on; the work is to be done again."""
+    """Another program rewrote files while they were in use; the work must be repeated."""
 
 
 class LakeTable:
@@ -186,7 +186,7 @@ class LakeTable:
         rearranged: bool = False,
         replaced_by: pa.Schema | None = None,
     ) -> None:
-        """One Delta commit: these files instead of those, and the position that is true with them.
+        """One Delta commit: files that replace others, and the position after it.
 
         `step` rises with every commit; a step that is taken belongs to another driver. None is a commit
         beside the steps. `rearranged`: the rows are the same as before, stored otherwise. `replaced_by`: the

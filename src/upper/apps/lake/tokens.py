@@ -3,8 +3,8 @@
 The response to a write names its partition, branch and seqno: a token, as text `PARTITION:SEQNO@BRANCH`. A
 lake has the write once its position in the partition is at or past the seqno, in a history that has the
 branch up to there. If the branch ended before the seqno, a rollback took the write back, and no later commit
-will have it. A write that the lake never had may still come, or may be lost in a failover that the lake has
-not met: only the bucket can decide it.
+will have it. A write that the lake never had may still arrive, or may be lost in a failover that the lake has
+not followed yet: only the bucket can decide it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def wait(
 ) -> None:
     """Return once the lake has every write; raises WriteLost or TimedOut.
 
-    `bucket_state` asks the bucket about writes that the lake has never had.
+    `bucket_state` requests the bucket's state for writes that the lake has never had.
     """
     deadline = time.monotonic() + timeout
     changes = LakeTable(root, CHANGES)

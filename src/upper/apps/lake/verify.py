@@ -1,8 +1,8 @@
 """Verify a lake: `latest` against the bucket, and against `changes`, by a checksum per partition.
 
-The workers read the bucket from its beginning, so the comparison rests on nothing that the lake stored. The
-bucket may have moved on since the lake's position: a key that changed after it shows nothing about the state
-at it, and is left out on both sides. The result lists what differs, with keys.
+The workers read the bucket from its beginning, so the comparison does not depend on anything that the lake
+stored. The bucket may have changed since the lake's position: a key that changed after it cannot be compared,
+and is left out on both sides. The result lists what differs, with keys.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class VerifyGroups:
             elif known.ends:
                 high = self.bucket_state.highs.get(partition, Seqno(0))
                 if (point := shared_until(known, log, high=high)) < known.position.seqno:
-                    found[partition] = f"the bucket's history parted from the lake's at {point}; sync first"
+                    found[partition] = f"the bucket's history diverged from the lake's at {point}; sync first"
                 else:
                     asked[partition] = known
         if asked:

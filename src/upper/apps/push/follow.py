@@ -1,7 +1,7 @@
 """Rounds of one target, or of two that follow each other, until stopped; with pause, totals and metrics.
 
-Temporary errors (a system that does not answer, a worker that died) are retried: the next round goes on from
-what the target has.
+Temporary errors (a system that does not answer, a worker that died) are retried: the next round continues
+from the target's state.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Follow:
         tell: Tell = lambda *_: None,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`pushes`: by the label that metrics give them. `paused` is asked before every round."""
+        """`pushes`: by the label that metrics give them. `paused` is called before every round."""
         self._pushes, self._settings, self._tell, self._paused = pushes, settings, tell, paused
         self.totals = PushTotals()
         self._behind: dict[str, int] = {}
@@ -163,7 +163,7 @@ class Follow:
         metrics = [
             Metric("upper_push_behind", "gauge", "Changes that were missing when the last round began.",
                    [({"direction": label}, count) for label, count in self._behind.items()]),
-            Metric("upper_push_lag_seconds", "gauge", "Seconds since the target had everything.",
+            Metric("upper_push_lag_seconds", "gauge", "Seconds since the target last had every change.",
                    [(nothing, time.monotonic() - self._current_at)]),
             Metric("upper_push_paused", "gauge", "1 while replication is paused.",
                    [(nothing, totals.paused)]),

@@ -1,7 +1,7 @@
 """A Kafka topic as a target: one record for each change, in Debezium's envelope, and positions beside it.
 
 Every round is one transaction: records, recorded keys and positions are committed together or not at all, and
-a producer that was left behind is fenced by its transactional id. Positions are in the compacted topic
+a producer that was replaced is fenced by its transactional id. Positions are in the compacted topic
 `TOPIC.upper`. A partition of the source goes to one partition of the topic, which keeps the order of changes.
 
 When the source loses changes, records follow that bring each key to the state of the source. They are marked:

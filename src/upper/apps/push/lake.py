@@ -128,7 +128,7 @@ class LakeReader:
 
 
 def _goes_on(start: ResumePoints, now: LakePosition, partition: Partition) -> Seqno:
-    """Up to where the history of a place goes on in the lake, with every change past it."""
+    """The seqno up to which the lake continues the history of a place, with every change past it."""
     log = now.known(partition).log
     if log is None or start.position.seqno < now.every_change_past(partition):
         return ZERO

@@ -1,12 +1,12 @@
 """An index of OpenSearch or Elasticsearch as a target: one document for each key, and positions beside it.
 
 A document has the fields of a JSON object, or `value`, `text` or `base64` for any other value, and `_upper`,
-which says where it came from. Its version is external: `(epoch << 48) | seqno`. A repair after a rollback
+which names its source. Its version is external: `(epoch << 48) | seqno`. A repair after a rollback
 raises the epoch, so what it writes replaces lost versions with higher seqnos, and a request that arrives late
 replaces nothing newer. Positions are in the index `INDEX.upper`, with the identity of the index that they
-describe: one that was made anew, or restored from a snapshot, is compared with the source.
+describe: an index that was created again, or restored from a snapshot, is compared with the source.
 
-A document that the index does not take is reported. The index then has one without its fields, with the
+A document that the index rejects is reported. The index then has one without its fields, with the
 reason in `_upper.error`, so that no older version stays.
 """
 
@@ -260,7 +260,7 @@ class IndexSession:
         }
 
     def _check_newer(self, conflicts: Mapping[str, int]) -> None:
-        """What refused an operation has to be the same or a newer version of this push."""
+        """The document that refused an operation must be the same or a newer version of this push."""
         if not conflicts:
             return
         for id_, found in self._engine.get(self._options.index, list(conflicts)).items():
@@ -271,7 +271,7 @@ class IndexSession:
                 raise AnotherWriter(self.name)
 
     def _reject(self, bad: Sequence[tuple[dict[str, Any], int, str]]) -> None:
-        """Write documents without fields in place of those that the index does not take, and report them."""
+        """Write documents without fields in place of those that the index rejects, and report them."""
         operations = [
             DocumentWrite(
                 id_of(row["key"]),
@@ -367,6 +367,6 @@ def check_index_name(index: str | None) -> str:
         raise InvalidArguments("an index is needed; name it with --index NAME")
     if index != index.lower() or index[0] in "-_+." or set(index) & set('\\/*?"<>| ,#:') or len(index) > 200:
         raise InvalidArguments(
-            f"{index!r} is no name of an index; use small letters, digits, - and _, and begin with a letter"
+            f"{index!r} is not the name of an index; use small letters, digits, - and _, a letter first"
         )
     return index

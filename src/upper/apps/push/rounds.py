@@ -1,4 +1,4 @@
-"""Rounds of a target outside: get the state of the source, plan each partition, give the work to workers.
+"""Rounds of an external target: get the state of the source, plan each partition, run tasks on workers.
 
 A target of the pipeline with one commit, as the lake is, has one place in a partition. This one has two:
 what is certainly in it, and what may be. `state.plan` compares both with the source.
@@ -29,7 +29,7 @@ class UnrelatedTarget(BadCheckpoint):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"the source has no history in common with what the target has under the name {name}: it is "
-            "another bucket, or was made anew; choose another --name, or use --new-history, which brings "
+            "another bucket, or was created again; choose another --name, or use --new-history, which brings "
             "the target to the state of this source"
         )
 
@@ -54,7 +54,7 @@ class Push:
     def __init__(
         self, source: ChangeSource, destination: Destination, runner: Runner, *, new_history: bool = False
     ) -> None:
-        """`new_history`: go on with a source that has no history in common with the target."""
+        """`new_history`: continue with a source that has no history in common with the target."""
         self.source, self.destination, self.runner = source, destination, runner
         self._new_history = new_history
         self._held: dict[Partition, HeldState] | None = None
@@ -79,7 +79,7 @@ class Push:
         self._held = None
 
     def round(self) -> PushRound:
-        """Bring the target up to the source's state of now."""
+        """Bring the target up to the source's present state."""
         began = time.monotonic()
         try:
             done = self._round()

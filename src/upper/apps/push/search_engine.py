@@ -1,6 +1,6 @@
 """The calls to OpenSearch and Elasticsearch: HTTP, JSON, and retries with back-off.
 
-Every call can be repeated without harm: writes carry a version, and searches say where they go on. So a
+Every call can be repeated without harm: writes carry a version, and searches state where they continue. So a
 request without an answer, and one that the cluster refuses for a while (429, 502, 503, 504), is sent again
 until `patience` has passed; of a bulk request only the operations that were refused. Credentials are in a
 header, and in no message.
@@ -70,7 +70,7 @@ class SearchEngine(Protocol):
         ...
 
     def identity(self, index: str) -> str:
-        """Changes when the index is made anew or restored; empty where there is none."""
+        """Changes when the index is created again or restored; empty where there is none."""
         ...
 
     def bulk(self, index: str, operations: Sequence[DocumentWrite]) -> list[WriteOutcome]:

@@ -1,4 +1,5 @@
-"""What a target outside stores about itself: where it stands, how far writing went, and which keys it took.
+"""The state that an external target stores: its position, how far writing went, and the keys of recent
+changes.
 
 A target has no history to go back in: it holds one version of a key. When the source loses changes, the
 target must find the keys that came from them. So each partition has a state with the keys of recent
@@ -195,7 +196,7 @@ def plan(
 ) -> PartitionWork | None:
     """The work for one partition; None where there is nothing new.
 
-    `refused`: the source would not go on from where the last round began to read, in this mode. Where no
+    `refused`: the source did not resume from where the last round began to read, in this mode. Where no
     failover explains it, deletions were purged, or a flush removed everything.
     """
     if state.reach.log is None:
@@ -213,7 +214,7 @@ def plan(
             # From 0 the source would not report purged deletions of keys that are in the target already.
             return PartitionWork(partition, WorkMode.GO_ON, log, ResumePoints(log, (reach,)), high, reach)
         return PartitionWork(partition, WorkMode.GO_ON, log, state.stood, Seqno(max(high, stood)))
-    why = f"histories part at {point}" if point < reach else "a repair was interrupted"
+    why = f"histories diverge at {point}" if point < reach else "a repair was interrupted"
     point = Seqno(min(point, stood, point if state.repair is None else state.repair))
     if point < state.floor:
         return PartitionWork(partition, WorkMode.COMPARE, log, NOWHERE, high, ZERO, why)

@@ -2,8 +2,8 @@
 
 The order is the rule of `state`: the keys of a portion and `reach` are stored in the target before its
 changes are written, and `stood` after all of them. A target with transactions does all of it in one. A task
-that runs again, or half of it, writes the same again; one that was left behind by a newer one is refused
-when it stores a state.
+that runs again, or half of it, writes the same again; one that a newer one replaced is refused when it stores
+a state.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Save:
 
 @dataclass(frozen=True)
 class RejectedChange:
-    """A change that the target does not take as it is."""
+    """A change that the target rejects."""
 
     key: str
     partition: Partition
@@ -99,7 +99,7 @@ class TargetSession(Protocol):
     rejections: list[RejectedChange]  # so far
 
     def prepare(self, portions: Sequence[Portion]) -> list[Portion]:
-        """The portions without rows that the target has already, where that is worth asking."""
+        """The portions without rows that the target has already, if checking is worth its cost."""
         ...
 
     def slots(self, partition: Partition, state: TargetState) -> Sequence[bytes | None]:
@@ -134,12 +134,12 @@ class TargetSession(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up what was not committed."""
+        """End the session; what was not committed is discarded."""
         ...
 
 
 class Destination(Protocol):
-    """A target outside. It can be pickled; workers open sessions."""
+    """An external target. It can be pickled; workers open sessions."""
 
     name: str
     width: int  # how many sessions may write at a time

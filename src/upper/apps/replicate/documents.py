@@ -2,8 +2,8 @@
 
 The documents of a partition are in that partition of the target, and are written before and after the changes
 they describe. A failover of the target loses the end of a partition's history: first `stood`, then the
-changes, then `reach`. So what is left is always a state from which replication goes on. For this a key gets
-a suffix that puts it into the partition.
+changes, then `reach`. So the remaining state is always one from which replication continues. The key of a
+document has a suffix that puts it into the partition.
 """
 
 from __future__ import annotations

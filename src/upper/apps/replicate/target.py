@@ -1,10 +1,9 @@
 """A bucket as a target: changes are written with their metadata, and the bucket decides conflicts.
 
-The same or an older version changes nothing, so writing again and loops between two buckets have no effect.
-A lost version is replaced only while the key still has it, by a write that names its CAS. Where the source
-has no such key, the write is a tombstone older than any version, which whatever the source writes next wins
-against. What clients of the target wrote in the meantime
-stays, as it does in any conflict.
+The same or an older version changes nothing, so writing again and loops between two buckets have no effect. A
+lost version is replaced only while the key still has it, by a write that names its CAS. Where the source has
+no such key, the write is a tombstone older than any version, so that the next write of the source replaces
+it. What clients of the target wrote in the meantime stays, as it does in any conflict.
 
 With `both_ways` the metadata of keys is read first. That spares sending back what came from the other side,
 and keeps it out of the record of keys that this side brought.
@@ -57,7 +56,7 @@ class ReplicaOptions:
 
 
 class Sides(Protocol):
-    """What a comparison needs of the two buckets."""
+    """The calls to the two buckets that a comparison makes."""
 
     def newest(self, partition: Partition, *, keys_only: bool) -> pa.Table:
         """The newest change of every key that the target has in a partition."""
@@ -246,7 +245,7 @@ class ReplicaSession:
         return rows.filter(column.is_null()), marked.filter(column.is_valid())
 
     def _replace(self, rows: pa.Table) -> None:
-        """Replace versions that are no longer true. A key that has changed since keeps its own."""
+        """Replace versions that the source no longer has. A key that has changed since keeps its version."""
         if len(rows):
             self._bucket.copy_outcomes(
                 rows.select((*COPIED, "replaces")), force=True, but=(Locked.status, KeyNotFound.status)

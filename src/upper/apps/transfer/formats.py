@@ -162,7 +162,7 @@ def _json_lines(source: IO[bytes]) -> Iterator[RawRow]:
         except (ValueError, RecursionError) as error:
             yield RawRow(number, None, text, f"it is not JSON: {error}")
         else:
-            problem = "" if isinstance(fields, dict) else "it is no object with the fields of one item"
+            problem = "" if isinstance(fields, dict) else "it is not an object with the fields of one item"
             yield RawRow(number, None if problem else fields, text, problem)
 
 

@@ -1,6 +1,6 @@
 """From keys and values to the columns of typed tables. No lossy conversion: a value fits exactly, or not.
 
-JSON has one kind of number, so 3.0 is an integer, and 3.5 is none. A value that does not fit is not in the
+JSON has one kind of number, so 3.0 is an integer, and 3.5 is not. A value that does not fit is not in the
 table; `rejected` has it, with the column and the reason. Numbers of a table with a decimal column are read
 as decimals, so that no digit is lost on the way.
 """
@@ -26,7 +26,7 @@ WIDEST = 1 << 53  # up to here every integer is a double
 
 
 class Misfit(ValueError):
-    """A value is not one of the column's type."""
+    """A value does not have the column's type."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _documents(table: TypedTable, values: Sequence[bytes | None]) -> tuple[list[
                 rejections[row] = Rejection(row, None, f"the value is not JSON: {error}")
             else:
                 if not isinstance(document, (dict, list)):
-                    rejections[row] = Rejection(row, None, "the value is no JSON object")
+                    rejections[row] = Rejection(row, None, "the value is not a JSON object")
         documents.append(document)
     return documents, rejections
 

@@ -82,7 +82,7 @@ class TypedTable:
 
     @cached_property
     def pattern(self) -> re.Pattern[bytes]:
-        """What keys look like. Parts are as short as possible, and never empty."""
+        """The pattern of keys. Parts are as short as possible, and never empty."""
         expression, parts = "", set[str]()
         for piece in re.split(r"(\{[A-Za-z][A-Za-z0-9_]*\}|\*)", self.key):
             if (found := PART.fullmatch(piece)) is not None:
@@ -160,7 +160,7 @@ def _mapping(data: Any, what: str, known: set[str]) -> dict[str, Any]:
         raise InvalidArguments(f"{what} is not a list of names and values")
     if unknown := [str(name) for name in data if name not in known]:
         raise InvalidArguments(
-            f"{what} has an unknown entry {unknown[0]!r}; known are {', '.join(sorted(known))}"
+            f"{what} has an unknown entry {unknown[0]!r}; use one of {', '.join(sorted(known))}"
         )
     return data
 
@@ -249,7 +249,7 @@ def _kind(what: str, kind: Any) -> str:
 
 
 def evolved(old: TypedTable, new: TypedTable) -> TypedTable:
-    """The definition of a table that becomes another one; an error if its rows would not fit."""
+    """The new definition of a table that exists; an error if its rows would not fit."""
 
     def refused(why: str) -> InvalidArguments:
         return InvalidArguments(

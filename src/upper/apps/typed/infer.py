@@ -72,7 +72,7 @@ def _takes(kind: str, value: Any) -> bool:
 
 
 def propose(items: Iterable[tuple[bytes, bytes]]) -> list[tuple[TypedTable, SeenKeys]]:
-    """Tables for keys and values. Keys whose values are no JSON objects get no table."""
+    """Tables for keys and values. Keys whose values are not JSON objects get no table."""
     groups: dict[bytes, SeenKeys] = {}
     for key, value in items:
         found = SEPARATOR.search(key)
@@ -139,7 +139,7 @@ def _identifier(path: tuple[str, ...]) -> str:
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """A name that no other one is equal to, also in capital letters."""
+    """A name that differs from every other one, also without regard to case."""
     name = name if NAME.fullmatch(name.lower()) else f"t_{name}"[:60]
     number, free = 2, name
     while free.lower() in taken:

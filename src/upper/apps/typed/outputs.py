@@ -129,7 +129,7 @@ def versions(
 
 
 def definition_of(table: LakeTable) -> Any:
-    """What the rows of a table were made by; None for a table without any commit of rows."""
+    """The definition that the rows of a table were made by; None for a table without any commit of rows."""
     return table.note.get(DEFINITION)
 
 

@@ -171,7 +171,7 @@ def _check(connection: duckdb.DuckDBPyConnection, node: Node) -> None:
             name = each["column_names"][0].lower()
             name = name if name in CLOCKS else ""
         if name in changing | CLOCKS:
-            raise InvalidArguments(f"the result of {name} changes by itself, so it cannot be kept; {REMEDY}")
+            raise InvalidArguments(f"the result of {name} is not constant, so it cannot be kept; {REMEDY}")
 
 
 def _check_names(names: Sequence[str]) -> None:

@@ -2,8 +2,8 @@
 
 Rows by key are as new as `current`: keys that changed past the table's position, and partitions that were
 rolled back, are computed. Partial results are read at the position of the table; a group of partitions is
-computed if a rollback reached it, or if the reader asked for a write that the table does not have yet. So no
-answer shows what a rollback took back, or comes from before a write that it was to wait for.
+computed if a rollback reached it, or if the reader requires a write that the table does not have yet. So no
+result shows what a rollback took back, or lacks a write that it had to wait for.
 """
 
 from __future__ import annotations

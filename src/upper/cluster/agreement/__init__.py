@@ -29,7 +29,7 @@ class Versioned(NamedTuple):
 
 
 class AgreementStore(Protocol):
-    """What a cluster needs of a store. Revisions grow with every change of the store."""
+    """The interface of a store. Revisions grow with every change of the store."""
 
     def read(self, prefix: str) -> tuple[dict[str, Versioned], int]:
         """Every key that begins with `prefix`, and the revision at which this was true. Linearizable."""

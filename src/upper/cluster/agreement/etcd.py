@@ -241,7 +241,7 @@ class EtcdStore:
 
 
 def _body(response: HTTPResponse) -> Message:
-    """What etcd answered; a refusal by the gateway itself is a plain sentence."""
+    """The answer of etcd; the gateway's own refusals are plain text."""
     content = response.read() or b"{}"
     if response.status != 200 and not content.startswith(b"{"):
         return {"message": content.decode(errors="replace").strip()}
@@ -254,7 +254,7 @@ def _token_ended(body: Message) -> bool:
 
 
 def _refuse(status: int, body: Message, user: str = "") -> NoReturn:
-    """Raise what an answer other than success means: the outcome is unknown, or this will never succeed."""
+    """Raise the error for an answer other than success: the outcome is unknown, or a retry cannot succeed."""
     message = str(body.get("message") or f"HTTP status {status}")
     if status >= 500 or status == BUSY:
         raise HTTPException(message)
