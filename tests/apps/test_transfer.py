@@ -228,10 +228,9 @@ def test_the_verbs_write_and_read_files(
     [
         (["export", "URL", "items.xml"], "the format of 'items.xml' is not known"),
         (["export", "URL", "items.csv", "--commit", "1"], "--commit and --at are for a lake"),
-        (["import", "items.csv", "./lake"], "a lake follows a bucket: import into that, and sync"),
         (["export", "URL", "/missing/x.csv"], "/missing/x.csv cannot be written (No such file or directory)"),
         (["export", "URL", "/", "--format", "csv"], "/ cannot be written"),
-        (["import", "URL", "items.csv"], "the file comes first: upper import FILE URL"),
+        (["import", "URL", "items.csv"], "the file comes first: upper import FILE URL, or FILE LAKE"),
         (["import", "missing.csv", "URL"], "missing.csv: No such file"),
     ],
 )

@@ -131,8 +131,10 @@ def _show(args: Namespace, out: Output) -> None:
         out.show(made)
         return
     ahead = "" if made.behind is None else f", {made.behind:,} changes behind the bucket"
-    out.say(f"bucket {made.bucket!r}, {made.partitions} partitions in {made.groups} groups{ahead}")
-    out.say(f"position: {made.seqnos:,} changes of the bucket's history")
+    origin = "made by `upper import`" if made.imported else f"bucket {made.bucket!r}"
+    out.say(f"{origin}, {made.partitions} partitions in {made.groups} groups{ahead}")
+    whose = "its own" if made.imported else "the bucket's"
+    out.say(f"position: {made.seqnos:,} changes of {whose} history")
     out.show(made.tables)
     if made.trimmed:
         out.say(f"changes are trimmed in {made.trimmed} partitions")

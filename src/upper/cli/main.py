@@ -185,11 +185,24 @@ def _with_url(parser: ArgumentParser, words: list[str]) -> list[str]:
     named = any(word.partition("=")[0] == "--config" for word in words)  # the file has the URLs
     if "url" not in positional or given or named or {"-h", "--help"} & set(words):
         return words
+    if _places(parser, words) >= len(positional):
+        return words  # what stands for the URL is a lake
     if url := os.environ.get("UPPER_URL"):
         return [url, *words] if positional[0] == "url" else [*words, url]
     if not words or words[0].startswith("-"):
         parser.error("no URL is given; write upr://HOST:PORT/BUCKET, or set UPPER_URL")
     return words
+
+
+def _places(parser: ArgumentParser, words: list[str]) -> int:
+    """How many of the words are neither options nor values of options."""
+    found, rest = 0, iter(words)
+    for word in rest:
+        if word == "-" or not word.startswith("-"):
+            found += 1
+        elif (option := parser._option_string_actions.get(word)) is not None and option.nargs != 0:
+            next(rest, None)
+    return found
 
 
 def _unknown(name: str) -> int:

@@ -15,10 +15,12 @@ from upper.client.link import Answer, Purpose
 from upper.client.url import NodeAddress
 from upper.errors import InvalidArguments, UpperError
 from upper.model.values import BranchId, Cas, FailoverLog, Partition, Seqno
+from upper.record import layout
 
 T = TypeVar("T")
 Text: TypeAlias = str | bytes
 MAX_KEY = 65535  # bytes: what the length field of a packet can express; a node may accept less
+NODE_MAX_KEY, NODE_MAX_VALUE = layout.MAX_KEY, layout.MAX_VALUE  # bytes: what nodes of this project accept
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from upper.pipeline.target import Runner, Task
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+IMPORT = "import"  # the key of the progress of an import in a commit
 ATTEMPTS = 4  # of work whose files another program may replace
 
 
@@ -80,7 +81,8 @@ class Lake:
         for name in (CHANGES, LATEST, LOST):
             LakeTable.create(root, name, layout)
         lake = cls(root)
-        lake.agrees_with(layout.bucket, layout.partitions)
+        if not layout.imported:
+            lake.agrees_with(layout.bucket, layout.partitions)
         return lake
 
     @property
@@ -90,6 +92,11 @@ class Lake:
     def agrees_with(self, bucket: str, partitions: int) -> None:
         """Reject a bucket that is not the one this lake follows: its history would replace everything."""
         ours = self.layout
+        if ours.imported:
+            raise BadCheckpoint(
+                f"the lake {self.root} was made by `upper import` and follows no bucket; name another lake, "
+                f"or bring a bucket to it with `upper restore {self.root} URL`"
+            )
         if (ours.bucket, ours.partitions) != (bucket, partitions):
             raise BadCheckpoint(
                 f"the lake {self.root} follows the bucket {ours.bucket!r} with {ours.partitions} partitions, "
@@ -153,12 +160,14 @@ class Lake:
         lost: Sequence[DataFile] = (),
         kept: Mapping[Partition, Seqno] | None = None,
         rearranged: bool = False,
+        imported: Mapping[str, Any] | None = None,
     ) -> None:
-        """Steps 1 and 2. `kept`: the seqnos to which partitions were rolled back."""
+        """Steps 1 and 2. `kept`: the seqnos to which partitions were rolled back; `imported`: how far an
+        import has come with this commit."""
         with self.lock:
             self.repair()  # the next commit replaces the note of the last one
             step = self.changes.step + 1
-            note: dict[str, Any] = {}
+            note: dict[str, Any] = {} if imported is None else {IMPORT: imported}
             if kept:
                 note["kept"] = {str(partition): str(seqno) for partition, seqno in kept.items()}
             if lost:

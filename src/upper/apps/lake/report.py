@@ -50,6 +50,7 @@ class LossReport:
 @dataclass(frozen=True)
 class LakeReport:
     bucket: str
+    imported: bool  # made by `upper import`
     partitions: int
     groups: int
     tables: list[TableReport]
@@ -67,6 +68,7 @@ def report(lake: Lake, bucket_state: BucketState | None = None) -> LakeReport:
     lost = _lost(lake)
     return LakeReport(
         bucket=lake.layout.bucket,
+        imported=lake.layout.imported,
         partitions=lake.layout.partitions,
         groups=lake.layout.groups,
         tables=[_table(table) for table in (lake.changes, lake.latest, lake.lost)],

@@ -82,10 +82,11 @@ def grouped(schema: pa.Schema) -> pa.Schema:
 class LakeLayout:
     """What never changes about a lake: which bucket it follows, and how partitions form groups."""
 
-    bucket: str
+    bucket: str  # of an imported lake: a name for those that it is pushed to
     partitions: int
     groups: int
     keep: Keep = "both"  # which of `changes` and `latest` it holds; without one of them it is half as large
+    imported: bool = False  # made by `upper import`: it has a history of its own, and follows no bucket
 
     def __post_init__(self) -> None:
         if self.keep not in KEEPS:
@@ -111,6 +112,7 @@ class LakeLayout:
             "upper.partitions": str(self.partitions),
             "upper.groups": str(self.groups),
             "upper.keep": self.keep,
+            **({"upper.imported": "true"} if self.imported else {}),
             # The position is in the commits; the newest one that has it must outlive any pause.
             "delta.logRetentionDuration": "interval 90 days",
             # Checkpoints list replaced files for this long: as long as a sync keeps them, unless it is given
@@ -136,6 +138,7 @@ class LakeLayout:
             int(properties["upper.partitions"]),
             int(properties["upper.groups"]),
             cast(Keep, properties.get("upper.keep", "both")),
+            properties.get("upper.imported") == "true",
         )
 
 

@@ -125,6 +125,11 @@ def wait(
     """
     deadline = time.monotonic() + timeout
     changes = LakeTable(root, CHANGES)
+    if tokens and changes.layout.imported:
+        raise InvalidArguments(
+            f"the lake {root} was made by `upper import` and follows no bucket, so it never has a write; "
+            "leave --after out"
+        )
     next_look = 0.0  # at `lost` and the bucket
     while missing := require(changes.lake_position, tokens):
         if time.monotonic() >= next_look:

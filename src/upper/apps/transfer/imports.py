@@ -1,7 +1,7 @@
 """Import rows into a bucket: check each, write the good ones in portions, give the bad ones to the caller.
 
 A row that the node refuses is bad too: a portion that fails is written again, one row at a time. Everything
-else is written, and writing a file a second time leaves the same items.
+else is written, and writing a file a second time leaves the same items. `imported_lake` writes to a lake.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Imported:
     written: int = 0
     bad: int = 0
     expired: int = 0  # their time to live has passed; not written
+    present: int = 0  # of a lake: an earlier run of the same import has committed them
+    commits: int = 0  # of a lake
 
 
 class RowError(ValueError):
@@ -68,19 +70,38 @@ def import_rows(
         good: list[tuple[RawRow, Copy]] = []
         now = time.time()
         for row in portion:
-            done.rows += 1
-            try:
-                item = item_of(row, options)
-            except RowError as error:
-                _reject(row, str(error), done, reject)
-                continue
-            if item.expiration and item.expiration <= now:
-                done.expired += 1
-            else:
+            item = checked(row, options, done, reject)
+            if isinstance(item, Copy) and not expired(item, now, done):
                 good.append((row, item))
         _write(bucket, good, options, done, reject)
         progress(len(portion))
     return done
+
+
+def checked(
+    row: RawRow,
+    options: ImportOptions,
+    done: Imported,
+    reject: Callable[[BadRow], None],
+    *,
+    check: Callable[[Copy], None] = lambda item: None,
+) -> Copy | str:
+    """The item of a row, counted; or what is wrong with it. `check` raises RowError as well."""
+    done.rows += 1
+    try:
+        item = item_of(row, options)
+        check(item)
+    except RowError as error:
+        _reject(row, str(error), done, reject)
+        return str(error)
+    return item
+
+
+def expired(item: Copy, now: float, done: Imported) -> bool:
+    """Whether the time to live of an item has passed, counted."""
+    past = 0 < item.expiration <= now
+    done.expired += past
+    return past
 
 
 def _reject(row: RawRow, error: str, done: Imported, reject: Callable[[BadRow], None]) -> None:
