@@ -8,7 +8,7 @@ import pytest
 
 from tests.disks import Faulty
 from tests.storage.conftest import Open
-from upper.errors import NotMyPartition, NotWritable
+from upper.errors import NotWritable
 from upper.model.values import Seqno
 from upper.storage import Commit, Durability, PartitionStore, StorageSettings
 
@@ -94,11 +94,9 @@ def test_a_history_that_ends_here_is_withdrawn_and_its_changes_stay_unconfirmed(
     bucket.partitions[1].write(b"kept", b"v")
     bucket.commit()
     gate.marks[1] = 1
-    why = NotMyPartition("another node is active", partition=0)
-    bucket.releases.withdraw(bucket.partitions[0], why)
+    assert bucket.releases.withdraw(bucket.partitions[0]) == bucket.done
     bucket.releases.release()
     (commit,) = released
-    assert commit.unconfirmed is why
     assert commit.error is None
     assert len(commit.records) == 1
     assert (bucket.partitions[0].durable, bucket.partitions[1].durable) == (0, 1)
@@ -116,14 +114,25 @@ def test_a_partition_that_is_handed_over_fails_no_response_to_what_every_copy_ha
         one.write(b"stays", b"v")
         bucket.commit()
     gate.marks[0] = 1
-    bucket.releases.confirm(zero)
+    assert bucket.releases.withdraw(zero) == bucket.done, "the first batch is released"
     assert (zero.durable, released) == (1, [])
-    bucket.releases.withdraw(zero, NotMyPartition("another node is active", partition=0))
     gate.marks[1] = 2
     bucket.releases.release()
-    assert [commit.unconfirmed is None for commit in released] == [True, False]
     assert [len(commit.records) for commit in released] == [1, 1], "its streams have ended"
     assert (zero.durable, one.durable) == (1, 2)
+
+
+def test_a_history_that_ends_before_its_batch_is_on_disk_stays_unconfirmed(opened: Open) -> None:
+    bucket = opened()
+    gate = Watermarks(0, 1)
+    bucket.releases.install(gate)
+    for value in (b"1", b"2"):
+        bucket.partitions[0].write(b"k", value)
+        if value == b"1":
+            bucket.commit()
+    gate.marks[0] = 1
+    assert bucket.releases.withdraw(bucket.partitions[0]) == bucket.ticket
+    assert bucket.releases.withdraw(bucket.partitions[1]) == bucket.ticket + 1, "it has no change"
 
 
 def test_a_rollback_takes_unreleased_changes_out_of_the_queue(opened: Open) -> None:

@@ -56,11 +56,12 @@ class CopyActions(Protocol):
         """Be a replica of the copy on `entry.active`, at `address`, under `entry.epoch`.
 
         From now on nothing of an older epoch is written or acknowledged; requests that wait are refused with
-        the new map. An empty `address` is not known yet: `replicate` is called again with it.
+        the new map. While this is called, an active copy that ends here is still in `active`, with what its
+        replicas have acknowledged. An empty `address` is not known yet: `replicate` is called again with it.
         """
 
     def drop(self, partition: Partition) -> None:
-        """Hold no copy of this partition any more, and delete its data."""
+        """Hold no copy of this partition any more, and delete its data. `active` as with `replicate`."""
 
     def park(self, partition: Partition, parked: bool) -> None:
         """Hold writes of this partition back, at most for a second, while it is handed over; or continue."""
@@ -164,11 +165,11 @@ class NodeCopies:
             elif node in entry.replicas:
                 self._be_replica(partition, entry, view)
             elif partition in self._held:
+                self._actions.drop(partition)
                 self._held.discard(partition)
                 self._roles.pop(partition, None)
                 self._diverged.discard(partition)
                 self.active.pop(partition, None)
-                self._actions.drop(partition)
 
     def _known_entries(self, view: MapView) -> Sequence[PartitionEntry]:
         """The entries that this node follows already, if nothing but entries can differ from them."""
@@ -212,8 +213,8 @@ class NodeCopies:
         before = self._roles.get(partition)
         if role == before or (before is not None and not accepts(before.epoch, entry.epoch)):
             return
-        self._take(partition, role)
         self._actions.replicate(partition, entry, role.address)
+        self._take(partition, role)
 
     def may_roll_back(self, partition: Partition) -> bool:
         """Whether a replica here may discard complete snapshots.

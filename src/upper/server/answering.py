@@ -11,11 +11,12 @@ from abc import abstractmethod
 from itertools import count
 from typing import TYPE_CHECKING
 
+from upper.errors import UpperError
 from upper.server.buffers import Answers
 from upper.server.connection_state import ANSWERABLE, BUSY, ConnectionCue, ConnectionPhase
 from upper.server.durability import MajorityWait
 from upper.server.peer_rights import PeerRights
-from upper.server.responses import failures
+from upper.server.responses import AskedBytes, failures
 from upper.server.room import SMALL
 from upper.wire.framing import Framer
 from upper.wire.packet import HEADER_SIZE
@@ -35,7 +36,7 @@ class AnsweringConnection(PeerRights):
         super().__init__(node)
         self.number = next(_numbers)
         self._input = Framer()
-        self._held = Answers()
+        self._held = Answers(len(node.bucket.partitions))
         self._changed = 0  # bytes of changes that the requests since the last answer made
         self._answered = 0  # bytes of answers that were sent since everything had left
         self.unread = 0  # bytes of answers that wait for the disk or the peer, as last counted
@@ -46,20 +47,21 @@ class AnsweringConnection(PeerRights):
     def proceed(self) -> None:
         """Process the kept bytes, and read again, if there is room."""
 
-    def _answer(self, out: bytearray, waits: bool) -> None:
-        """Write, or hold until the batch that it depends on is on disk."""
+    def _answer(self, out: bytearray, waits: bool, asked: AskedBytes | None = None) -> None:
+        """Write, or hold until the batch that it depends on is on disk. In a cluster, `asked` is answered."""
         node = self.node
         if node.bucket.pending:
             node.bucket.hasten()
         changed, self._changed = self._changed, 0
         if changed:
-            node.room.unwritten.add(node.due, changed)
+            kept = 0 if asked is None else asked[2] - asked[1]
+            node.room.unwritten.add(node.due, changed + kept)
         if waits and node.holds_answers:
             # Also for later answers: a quiet write has none, and a NOOP after it confirms both.
             self._due = node.due
         if self._due > node.committed or self._held:
             if out or changed or waits:
-                self._held.hold(self._due, out, changed)
+                self._held.hold(self._due, out, changed, asked=asked)
                 node.waiting[self.number] = self
                 if len(out) >= COUNTED:
                     self.count_unread()
@@ -103,13 +105,19 @@ class AnsweringConnection(PeerRights):
         self.node.room.unread += unread - self.unread
         self.unread = unread
 
+    def fail(self, partition: int, first: int, why: UpperError) -> None:
+        """Changes of this partition in batch `first` and later ones, made so far, will not be confirmed."""
+        self._held.fail(partition, first, why)
+
     def release(self, done: int, failed: BaseException | None) -> bool:
         """Write the answers that a commit confirms; false if no further ones are held."""
         ready = self._held.release(done, self.node.now(), failed=failed is not None)
         if failed is not None and (ready or self._due == done):
             # Some of these confirm a change that was discarded, and a quiet write may be among them: the peer
             # gets a failure for each, and has to read the stored items.
-            self.end(failures(bytes(ready), failed))
+            self.end(failures(ready, failed))
+        elif self._held.unclear:
+            self.end(bytes(ready))
         elif ready:
             self._send_answers(ready)
         self._close_if_answered()

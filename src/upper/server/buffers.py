@@ -6,55 +6,102 @@ Each counts its bytes, because the bounds on memory are bounds on these sums.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+from upper.errors import UpperError
+from upper.server.responses import AskedBytes, failures, failures_of
 
 if TYPE_CHECKING:
     from upper.server.durability import MajorityWait
+
+
+# Answers that wait for the same batch: the batch, the answers, the bytes that wait with them, the majority,
+# the requests that they answer (None: not in a cluster), and the partitions whose changes are not confirmed.
+HeldAnswers: TypeAlias = (
+    "tuple[int, bytearray, int, MajorityWait | None, list[AskedBytes] | None, dict[int, UpperError] | None]"
+)
 
 
 class Answers:
     """Answers in order, each with the batch that it depends on and the bytes that wait with it.
 
     One that waits for a majority of the copies is kept apart, because it may be replaced by another answer.
+    In a cluster the requests are kept too: a partition may leave the node (`fail`) while its changes wait,
+    and then its answers are found by the requests. Until then this costs no work for each answer.
     """
 
-    __slots__ = ("_held", "answers", "majorities", "size")
+    __slots__ = ("_held", "_partitions", "answers", "majorities", "size", "unclear")
 
-    def __init__(self) -> None:
-        self._held: deque[tuple[int, bytearray, int, MajorityWait | None]] = deque()
+    def __init__(self, partitions: int) -> None:
+        self._held: deque[HeldAnswers] = deque()
+        self._partitions = partitions
         self.answers = 0  # bytes of the answers
         self.majorities = 0  # answers that wait for one
-        self.size = 0  # bytes: of the answers, and of the changes that they confirm
+        self.size = 0  # bytes: of the answers, of the changes that they confirm and of the requests
+        self.unclear = False  # some failed because it cannot be said which of them a failure is about
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def hold(self, due: int, out: bytearray, changed: int = 0, majority: MajorityWait | None = None) -> None:
+    def hold(
+        self,
+        due: int,
+        out: bytearray,
+        changed: int = 0,
+        majority: MajorityWait | None = None,
+        asked: AskedBytes | None = None,
+    ) -> None:
         """Hold an answer until batch `due` is done, and until the answers before it are released."""
+        size, requests = len(out) + changed, None
+        if asked is not None:
+            size += asked[2] - asked[1]
+            requests = [asked]
         self.answers += len(out)
-        self.size += len(out) + changed
+        self.size += size
         self.majorities += majority is not None
         if self._held and due <= self._held[-1][0]:
-            due, before, weight, waits = self._held[-1]
-            if majority is waits is None:
+            due, before, weight, waits, earlier, failed = self._held[-1]
+            if majority is waits is None and failed is None:
                 self._held.pop()
                 before += out
-                out, changed = before, weight + changed
-        self._held.append((due, out, changed, majority))
+                out, size = before, weight + size
+                if earlier is not None:
+                    earlier += requests or ()
+                    requests = earlier
+        self._held.append((due, out, size, majority, requests, None))
+
+    def fail(self, partition: int, first: int, why: UpperError) -> None:
+        """What rests on changes of this partition in batch `first` and later ones is not confirmed.
+
+        A majority of its copies cannot be reached any more either. Answers that are held from now on are not
+        concerned.
+        """
+        for place, (due, out, size, majority, requests, failed) in enumerate(self._held):
+            if due >= first if majority is None else majority.partition == partition:
+                failed = {**(failed or {}), partition: why}
+                self._held[place] = due, out, size, majority, requests, failed
 
     def release(self, done: int, now: float, *, failed: bool = False) -> bytearray:
         """The answers that depend on batches up to `done`; `failed`: also those that wait for a majority."""
         ready = bytearray()
         while self._held and self._held[0][0] <= done:
-            _, out, changed, majority = self._held[0]
+            _, out, size, majority, requests, lost = self._held[0]
             if majority is not None:
-                if not (failed or majority.done(now)):
+                if not (failed or lost or majority.done(now)):
                     break
                 self.majorities -= 1
             self._held.popleft()
-            ready += out if majority is None or majority.met else majority.ambiguous()
             self.answers -= len(out)
-            self.size -= len(out) + changed
+            self.size -= size
+            if majority is not None:
+                ready += out if majority.met else majority.ambiguous()
+            elif lost is None:
+                ready += out
+            elif (rest := failures_of(out, requests or (), lost, self._partitions)) is not None:
+                ready += rest
+            else:
+                ready += failures(out, next(iter(lost.values())))
+                self.unclear = True
         return ready
 
     def clear(self) -> None:

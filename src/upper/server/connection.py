@@ -40,7 +40,7 @@ from upper.server.connection_state import (
 from upper.server.durability import check_majority, wait_for_majority
 from upper.server.listen import tune
 from upper.server.replication import PARKED, PartitionClosed, PartitionWaits
-from upper.server.responses import packed, refusal
+from upper.server.responses import SHOWS_PARTITIONS, AskedBytes, packed, refusal
 from upper.server.room import SMALL
 from upper.server.settings import PlainClients, is_loopback
 from upper.server.stream_session import StreamSession
@@ -59,7 +59,6 @@ TURN = 0.02  # seconds for the requests of one read, before other connections ar
 PAUSE = 256  # stream requests after which their answers are written, to check whether the peer reads
 ROOM = 4 << 20  # bytes of answers or of changes after which a run stops to check the limits
 
-SHOWS_PARTITIONS = (Opcode.HELLO, Opcode.GET_CLUSTER_CONFIG)  # and any request that names a partition
 _READING = ConnectionPhase.READING  # looked up at every read
 
 
@@ -147,6 +146,8 @@ class Connection(AnsweringConnection):
         bucket, node = self.node.bucket, self.node
         at, size, waits, asked = 0, len(data), False, 0
         out = bytearray()
+        first, routed, clustered = 0, self.routed, node.replication is not None  # what `out` answers
+        end: int | None = None
         self._wants_room = False
         bucket.clock.move()
         now = perf_counter()
@@ -189,8 +190,8 @@ class Connection(AnsweringConnection):
                     if at == size:
                         break
                 if len(out) >= (SMALL if crowded else ROOM) or self._changed >= ROOM:
-                    self._answer(out, waits)
-                    out, waits = bytearray(), False
+                    self._answer(out, waits, (data, first, at, routed) if clustered else None)
+                    out, waits, first, routed = bytearray(), False, at, self.routed
                     if not self._may_go_on():
                         break
                 head = self._whole(data, at)
@@ -202,22 +203,23 @@ class Connection(AnsweringConnection):
                         break
                 if head.magic == ALTERNATIVE:
                     # Some clients send options of a request this way although it was not agreed on in HELLO.
-                    self._answer(out, waits)
-                    out = bytearray()
-                    waits = self._with_options(head, data[at : at + head.size], out)
+                    self._answer(out, waits, (data, first, at, routed) if clustered else None)
+                    self._with_options(head, data[at : at + head.size])
+                    out, waits, first, routed = bytearray(), False, at + head.size, self.routed
                 elif is_stream_packet(
                     head, None if self.stream_session is None else self.stream_session.dialect
                 ):
                     # Earlier requests are answered before the stream packet is processed.
-                    self._answer(out, waits)
-                    out, waits = bytearray(), False
+                    self._answer(out, waits, (data, first, at, routed) if clustered else None)
+                    out, waits, first = bytearray(), False, at
                     if self._held and self._answers_in_order:
                         self._input.needed = 0  # processed when the held answers have left
                         break
                     self._stream_packet(head, data[at : at + head.size])
-                    asked += 1
+                    asked, first, routed = asked + 1, at + head.size, self.routed
                 else:
                     waits |= self._command(head, data, at, out)
+                    end = at if self._running is not None else None  # that one is answered later
                 at += head.size
                 now = perf_counter()
                 if self.phase is not _READING and self.phase not in WORKING:
@@ -229,12 +231,13 @@ class Connection(AnsweringConnection):
                     if not self._may_go_on():
                         break
         except UpperError as error:
-            self._answer(out, waits)
+            self._answer(out, waits, (data, first, at, routed) if clustered else None)
             self._broken(data, at, error)
             return
         if self.phase not in ENDED:
             self._input.put_back(data, at)
-        self._answer(out, waits)
+        end = at if end is None else end
+        self._answer(out, waits, (data, first, end, routed) if clustered else None)
         self._close_if_answered()
 
     def _interrupt(self) -> None:
@@ -275,16 +278,24 @@ class Connection(AnsweringConnection):
         partition = partition_of(key, len(partitions)) if self.routed else head.vbucket
         return partition < len(partitions) and partitions[partition].length(key) > SMALL
 
-    def _with_options(self, head: Header, packet: bytes, out: bytearray) -> bool:
-        """The same as `_command` for a request with framing extras."""
+    def _with_options(self, head: Header, packet: bytes) -> None:
+        """Run and answer a request with framing extras."""
         head, packet, frames = plain(head, packet)
+        out, waits = bytearray(), False
         try:
             options = options_of(frames)
         except UpperError as error:
             self.requests += 1
             out += packed(refusal(error), opcode=head.opcode, opaque=head.opaque)
-            return False
-        return self._command(head, packet, 0, out, options)
+        else:
+            waits = self._command(head, packet, 0, out, options)
+        self._answer(out, waits, None if self._running is not None else self._asked(head, packet, 0))
+
+    def _asked(self, head: Header, data: bytes, at: int) -> AskedBytes | None:
+        """One request, as far as a held answer needs it."""
+        if self.node.replication is None:
+            return None
+        return data[at : at + head.size], 0, head.size, self.routed
 
     def _command(
         self, head: Header, data: bytes, at: int, out: bytearray, options: RequestOptions = NO_OPTIONS
@@ -318,8 +329,9 @@ class Connection(AnsweringConnection):
         else:
             waits = False  # see _later
             self.move(ConnectionCue.STARTED)
+            asked = self._asked(head, data, at)
             self._running = asyncio.ensure_future(result, loop=self.node.loop)
-            self._running.add_done_callback(lambda done: self._later(done, head, row))
+            self._running.add_done_callback(lambda done: self._later(done, head, row, asked))
         self.node.timings.command(row.name, perf_counter() - started)
         return waits
 
@@ -364,7 +376,13 @@ class Connection(AnsweringConnection):
         reply.at_once = isinstance(error, PartitionClosed)
         return reply
 
-    def _later(self, done: asyncio.Future[Reply | list[Reply]], head: Header, row: Command) -> None:
+    def _later(
+        self,
+        done: asyncio.Future[Reply | list[Reply]],
+        head: Header,
+        row: Command,
+        asked: AskedBytes | None,
+    ) -> None:
         """A command beside the loop is done; process the requests that came after it."""
         self._running = None
         self.move(ConnectionCue.DONE)
@@ -384,7 +402,7 @@ class Connection(AnsweringConnection):
         for reply in result if isinstance(result, list) else (result,):
             self._reply(reply, head, row, out)
             waits = waits or (row.waits and not reply.at_once and reply.majority is None)
-        self._answer(out, waits)
+        self._answer(out, waits, asked)
         self._close_if_answered()
         self.proceed()
 

@@ -28,6 +28,7 @@ TIMEOUT = 30.0  # seconds, where a client names none
 class MajorityWait:
     """The majority that one answer waits for."""
 
+    partition: int
     copy: TrackedCopy | None  # None: a node that is alone, and its disk
     epoch: Epoch
     seqno: Seqno
@@ -75,4 +76,4 @@ def wait_for_majority(
     copy = None if replication is None else replication.active.get(Partition(store.id))
     until = now + (required.timeout or TIMEOUT)
     epoch = Epoch(0) if copy is None else copy.epoch
-    return MajorityWait(copy, epoch, Seqno(store.high), until, opcode, opaque)
+    return MajorityWait(store.id, copy, epoch, Seqno(store.high), until, opcode, opaque)

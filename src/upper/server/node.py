@@ -284,7 +284,7 @@ class Node:
         self.committed = commit.ticket
         waiting, self.waiting = self.waiting, {}
         for number, connection in waiting.items():
-            if connection.release(commit.ticket, commit.error or commit.unconfirmed):
+            if connection.release(commit.ticket, commit.error):
                 self.waiting[number] = connection
         if commit.error is None:
             self._count_unwritten(min(self.bucket.done, commit.ticket))

@@ -230,8 +230,6 @@ class Replication:
         for number in tuple(self._waiting):
             self._refresh(Partition(number))
         self.bucket.releases.release()
-        for number in self._parked:
-            self.bucket.releases.confirm(self.bucket.partitions[number])
         self.node.release_majorities()
 
     # ── What the cluster decides ──────────────────────────────────────────────────────────────────
@@ -325,8 +323,6 @@ class Replication:
     def park(self, partition: Partition, parked: bool) -> None:
         """Let requests of this partition wait while it is handed over, or let them continue."""
         (self._parked.add if parked else self._parked.discard)(partition)
-        if parked:
-            self.bucket.releases.confirm(self.bucket.partitions[partition])
         self._refresh(partition)
 
     def changed(self, partition: Partition) -> None:
@@ -421,8 +417,13 @@ class Replication:
             self.node.notify_producers(store)
 
     def _withdraw(self, store: PartitionStore, why: str = "") -> None:
-        why = why or f"partition {store.id} has another active node; read the key again"
-        self.bucket.releases.withdraw(store, NotMyPartition(why, partition=store.id))
+        """The history of an active copy ends here. Only responses that rest on unreleased changes fail."""
+        error = NotMyPartition(
+            why or f"partition {store.id} has another active node; read the key again", partition=store.id
+        )
+        first = self.bucket.releases.withdraw(store)
+        for connection in self.node.waiting.values():
+            connection.fail(store.id, first, error)
 
 
 def _has(store: PartitionStore, branch: BranchId) -> bool:

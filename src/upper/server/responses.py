@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from upper.errors import TemporaryFailure, UpperError
-from upper.server.table import Reply
-from upper.wire.packet import HEADER, RESPONSE, Header
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+from upper.errors import NotMyPartition, TemporaryFailure, UpperError
+from upper.model.values import partition_of
+from upper.server.table import TABLE, Quiet, Reply
+from upper.wire.codes import Opcode
+from upper.wire.packet import HEADER, HEADER_SIZE, RESPONSE, Header
+
+AskedBytes: TypeAlias = tuple[bytes, int, int, bool]  # requests, start, end, whether keys name partitions
+
+SHOWS_PARTITIONS = (Opcode.HELLO, Opcode.GET_CLUSTER_CONFIG)  # and any request that names a partition
+_ANY = (Opcode.FLUSH, Opcode.FLUSHQ, Opcode.GET_RANDOM_KEY)  # they are about every partition
+_REFUSED = (NotMyPartition.status, TemporaryFailure.status)  # such an answer confirms nothing
 
 
 def packed(reply: Reply, *, opcode: int, opaque: int) -> bytes:
@@ -20,12 +32,84 @@ def refusal(error: UpperError) -> Reply:
     return Reply(error.status, value=str(error).encode(errors="replace"))
 
 
-def failures(answers: bytes, why: BaseException) -> bytes:
+def failures(answers: bytes | bytearray, why: BaseException) -> bytes:
     """The same answers, each turned into "temporary failure": their changes could not be stored."""
-    sentence = f"the change was not stored: {why}".encode(errors="replace")
-    status, out, at = TemporaryFailure.status, bytearray(), 0
+    out, at = bytearray(), 0
     while at < len(answers):
         head = Header._make(HEADER.unpack_from(answers, at))
-        out += HEADER.pack(RESPONSE, head.opcode, 0, 0, 0, status, len(sentence), head.opaque, 0) + sentence
+        out += _failure(head.opcode, head.opaque, why)
         at += head.size
     return bytes(out)
+
+
+def _failure(opcode: int, opaque: int, why: BaseException) -> bytes:
+    sentence = f"the change was not stored: {why}".encode(errors="replace")
+    head = HEADER.pack(RESPONSE, opcode, 0, 0, 0, TemporaryFailure.status, len(sentence), opaque, 0)
+    return head + sentence
+
+
+def failures_of(
+    answers: bytes | bytearray,
+    requests: Iterable[AskedBytes],
+    why: Mapping[int, UpperError],
+    partitions: int,
+) -> bytes | None:
+    """The answers to these requests, with a failure for each request of the partitions in `why`.
+
+    A quiet request of theirs, which had no answer, gets one. None if requests and answers cannot be matched:
+    quiet requests with equal opaques.
+    """
+    asked = list(_asked(requests, partitions))
+    quiet = Counter((one.opcode, one.opaque) for one in asked if one.quiet)
+    out, at, size = bytearray(), 0, len(answers)
+    for opcode, opaque, partition, is_quiet in asked:
+        begin, status = at, None
+        while at < size:
+            head = Header._make(HEADER.unpack_from(answers, at))
+            if (head.opcode, head.opaque) != (opcode, opaque):
+                break
+            status = head.vbucket
+            at += head.size
+            if opcode != Opcode.STAT or not head.body:
+                break
+        if status is None and not is_quiet:
+            return None
+        error = why.get(partition) if partition >= 0 else next(iter(why.values()))
+        if partition == NO_PARTITION or error is None or status in _REFUSED:
+            out += answers[begin:at]
+        elif is_quiet and quiet[opcode, opaque] > 1:
+            return None
+        else:
+            out += _failure(opcode, opaque, error)
+    return bytes(out + answers[at:])
+
+
+NO_PARTITION, EVERY_PARTITION = -1, -2
+
+
+class AskedRequest(NamedTuple):
+    opcode: int
+    opaque: int
+    partition: int  # or one of the two above
+    quiet: bool
+
+
+def _asked(requests: Iterable[AskedBytes], partitions: int) -> Iterator[AskedRequest]:
+    for data, start, end, routed in requests:
+        at = start
+        while at < end:
+            head = Header._make(HEADER.unpack_from(data, at))
+            row = TABLE.get(head.opcode)
+            if head.vbucket or head.opcode in SHOWS_PARTITIONS:
+                routed = False  # as the connection did when it processed this request
+            partition = NO_PARTITION
+            if head.opcode in _ANY:
+                partition = EVERY_PARTITION
+            elif row is not None and row.state is not None:
+                partition = head.vbucket
+                if routed and row.shape.key:
+                    key_at = at + HEADER_SIZE + head.extras_length
+                    partition = partition_of(data[key_at : key_at + head.key_length], partitions)
+            quiet = row is not None and row.quiet is not Quiet.NEVER
+            yield AskedRequest(head.opcode, head.opaque, partition, quiet)
+            at += head.size

@@ -5,7 +5,8 @@ and replicas may have it. It is *released* when responses and consumers may see 
 moves. Without a gate both happen in one step. With a gate, written batches wait in a queue and are released
 in order, each as soon as the gate opens for it.
 
-A history that ends here (`withdraw`) leaves the queue without its release: its changes stay unconfirmed.
+A history that ends here (`withdraw`) leaves the queue: batches do not wait for it any more, and those of its
+changes that the gate is not open for are never released. Other partitions of these batches are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class Commit(NamedTuple):
     ticket: int
     records: list[bytes]  # changes and flushes, in order
     error: UpperError | None = None
-    unconfirmed: UpperError | None = None  # why some of its changes must not be confirmed
 
 
 Listener: TypeAlias = Callable[[Commit], None]
@@ -55,7 +55,7 @@ class Unreleased(NamedTuple):
     def empty(self) -> bool:
         """Whether its release changes nothing but the number of the last released batch."""
         commit = self.commit
-        return not (self.held or commit.records or commit.error or commit.unconfirmed)
+        return not (self.held or commit.records or commit.error)
 
 
 class ReleaseQueue:
@@ -68,7 +68,7 @@ class ReleaseQueue:
         self._on_written: list[Listener] = []
         self._on_release: list[Listener] = []
         self._releasing = False
-        self._confirmed: set[int] = set()  # partitions that some of these batches no longer wait for
+        self._next = 0  # the ticket after the last published batch
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -90,6 +90,7 @@ class ReleaseQueue:
 
     def publish(self, commit: Commit, reached: Reached) -> None:
         """Pass on a batch that was noted, or one that was discarded."""
+        self._next = commit.ticket + 1
         held = [] if self._gate is None else self._gate.held(_stores(reached))
         for listener in tuple(self._on_written):
             listener(commit)
@@ -121,32 +122,29 @@ class ReleaseQueue:
         finally:
             self._releasing = False
 
-    def withdraw(self, store: PartitionStore, why: UpperError | None = None) -> None:
-        """The partition's history ends here: unreleased batches do not wait for it, nor move its seqnos.
+    def withdraw(self, store: PartitionStore) -> int:
+        """The partition's history ends here: batches do not wait for it any more.
 
-        With a reason, responses to its changes fail instead of confirming them.
+        Returns the first batch whose changes of this partition are not released: those for which the gate is
+        open at this moment are. It is the batch after the open one if there are no others.
         """
-        confirmed = store.id in self._confirmed
-        self._confirmed.discard(store.id)
+        first = None
         for place, (commit, held) in enumerate(self._queue):
+            own = [entry for entry in held if entry[0] is store]
+            if not own:
+                continue
+            if first is None:
+                if self._gate is not None and self._gate.opens(_stores(own)):
+                    self._reach(own, exposed=True)
+                else:
+                    first = commit.ticket
+            rest = [one for one in commit.records if records.partition_of_record(one) != store.id]
             kept = [entry for entry in held if entry[0] is not store]
-            if len(kept) < len(held) or confirmed:
-                rest = [one for one in commit.records if records.partition_of_record(one) != store.id]
-                failed = why if len(kept) < len(held) else None
-                commit = commit._replace(records=rest, unconfirmed=failed or commit.unconfirmed)
-                self._queue[place] = Unreleased(commit, kept)
-
-    def confirm(self, store: PartitionStore) -> None:
-        """Batches do not wait for this partition any more where the gate is open for it.
-
-        Before a handover: then `withdraw` fails no response to a change that every in-sync copy has.
-        """
-        for place, (commit, held) in enumerate(self._queue):
-            done = [entry for entry in held if entry[0] is store]
-            if done and self._gate is not None and self._gate.opens(_stores(done)):
-                self._reach(done, exposed=True)
-                self._confirmed.add(store.id)
-                self._queue[place] = Unreleased(commit, [entry for entry in held if entry[0] is not store])
+            self._queue[place] = Unreleased(commit._replace(records=rest), kept)
+        if first is not None:
+            return first
+        everything = self._gate is not None and self._gate.opens([(store, store.high)])
+        return self._bucket.ticket + 1 if everything else self._next
 
     def _reach(self, reached: Reached, *, exposed: bool) -> None:
         if kernel.reach(reached, exposed) > FAST_SEQNOS:
