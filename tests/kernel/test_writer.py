@@ -9,6 +9,7 @@ import select
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,40 @@ def test_it_writes_the_frame_that_readers_expect(
             writer.finish()
     writer.close()
     assert path.read_bytes() == expected * 2
+
+
+def test_zeros_go_behind_a_frame_and_the_next_frame_replaces_them(writer: Writer, tmp_path: Path) -> None:
+    frames = [frame(number, 0, b"record" * number) for number in range(1, 4)]
+    fd = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
+    try:
+        for number, zeros in ((1, 200_000), (2, 0), (3, 5)):
+            writer.begin(fd, open_frame(number, 0), [b"record"] * number, zeros)
+            writer.finish()
+            assert os.lseek(fd, 0, os.SEEK_CUR) == len(b"".join(frames[:number]))
+    finally:
+        os.close(fd)
+    data = (tmp_path / "log").read_bytes()
+    assert len(data) == len(frames[0]) + 200_000
+    assert data.rstrip(b"\0") == b"".join(frames)
+
+
+def test_a_batch_is_written_where_there_is_no_room_for_zeros(writer: Writer, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with opened(tmp_path / "log") as fd:
+            writer.begin(fd, open_frame(1, 0), [b"record"], 5000)
+            writer.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "log").read_bytes().rstrip(b"\0") == frame(1, 0, b"record")
+
+
+@given(st.binary(max_size=2000), st.integers(0, 300), st.integers(0, 2**32 - 1))
+def test_its_checksum_is_that_of_zlib(data: bytes, start: int, before: int) -> None:
+    for part in (data, memoryview(data)[start:], bytearray(data[start:])):
+        assert compiled.crc32(part) == crc32(part)
+        assert compiled.crc32(part, before) == crc32(part, before)
 
 
 def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:

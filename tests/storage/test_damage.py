@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tests.storage.conftest import Open, contents, fill, flip
 from upper.errors import Corrupt, DirectoryInUse, StorageError, WrongVersion
 from upper.storage import BucketStore, StorageSettings
 from upper.storage.check import check, repair
+from upper.storage.frames import SECTOR, FrameReader
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 
@@ -116,10 +118,50 @@ def test_a_journal_that_is_gone_is_not_taken_for_a_new_bucket(opened: Open, dire
         opened()
 
 
+def trimmed(directory: Path) -> Path:
+    """The last segment, without the zeros that are written ahead."""
+    last = max((directory / "journal").iterdir())
+    frames = FrameReader(last.read_bytes())
+    assert list(frames)
+    os.truncate(last, frames.at)
+    return last
+
+
+@pytest.mark.parametrize("lost", ["first", "middle", "last", "all"])
+def test_a_batch_that_lacks_a_sector_was_never_acknowledged(opened: Open, directory: Path, lost: str) -> None:
+    bucket = opened(StorageSettings(compact=False))
+    fill(bucket)
+    before = contents(bucket)
+    last = max((directory / "journal").iterdir())
+    frames = FrameReader(last.read_bytes())
+    assert list(frames)
+    for number in range(20):
+        bucket.partitions[0].write(b"lost%d" % number, b"v" * 100)
+    bucket.commit()
+    bucket.abandon()
+    data = bytearray(last.read_bytes())
+    end = len(data.rstrip(b"\0"))
+    assert end < len(data), "there are zeros ahead"
+    sectors = [*range(frames.at, frames.at + 1), *range(frames.at - frames.at % SECTOR + SECTOR, end, SECTOR)]
+    gone = {"first": sectors[:1], "middle": sectors[2:3], "last": sectors[-1:], "all": sectors}[lost]
+    for at in gone:
+        size = min(end, at - at % SECTOR + SECTOR) - at
+        data[at : at + size] = bytes(size)
+    last.write_bytes(data)
+    assert list(check(directory)) == [], "a torn end is no fault"
+    again = opened()
+    assert (again.opening.cut > 0) == (lost != "all")
+    assert not again.opening.branched
+    assert contents(again) == before
+    fill(again)
+    before = contents(again)
+    assert contents(opened()) == before
+
+
 @pytest.mark.parametrize("cut", [1, 20, 33, 60])
 def test_a_torn_end_is_cut_off_and_nothing_else_happens(opened: Open, directory: Path, cut: int) -> None:
     damaged(opened, clean=False)
-    last = max((directory / "journal").iterdir())
+    last = trimmed(directory)
     data = last.read_bytes()
     last.write_bytes(data[:-cut])
     assert list(check(directory)) == [], "a torn end is no fault"
@@ -150,7 +192,7 @@ def test_a_segment_whose_header_never_arrived_is_no_fault(opened: Open, director
 
 def test_a_last_batch_that_is_wrong_may_have_been_acknowledged(opened: Open, directory: Path) -> None:
     damaged(opened, clean=False)
-    last = max((directory / "journal").iterdir())
+    last = trimmed(directory)
     flip(last, len(last.read_bytes()) - 5)
     bucket = opened()
     assert bucket.opening.cut > 0

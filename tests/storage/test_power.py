@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from upper.history.partition_state import Ownership
 from upper.model.values import BranchId, Seqno
 from upper.storage import BucketStore, StorageSettings
 from upper.storage.check import check
+from upper.storage.frames import SECTOR
 
 SEEDS = int(os.environ.get("UPPER_POWER_SEEDS", "60"))
 pytestmark = pytest.mark.usefixtures("either_kernel")
 SETTINGS = StorageSettings(compact=False, segment_size=1024, disk_floor=16 << 10, purge_age=20)
+ROOMY = replace(SETTINGS, segment_size=8 << 10, disk_floor=128 << 10)  # with more zeros ahead of the batches
 Contents = list[dict[bytes, bytes] | None]  # None: whatever a partition held earlier
 Histories = dict[tuple[int, int, int], dict[bytes, bytes]]  # partition, branch, seqno: what that means
 
@@ -109,7 +112,16 @@ class Volatile(Watched):
 
     @staticmethod
     def _maybe_more(synced: bytes, written: bytes, chance: random.Random) -> bytes:
-        match chance.randrange(4):
+        match chance.randrange(5):
+            case 4:  # sectors in any order, over what was there or over zeros
+                size = chance.choice((len(synced), len(written)))
+                found = bytearray(max(size, len(synced), len(written)))
+                found[: len(synced)] = synced
+                for at in range(0, len(written), SECTOR):
+                    if chance.random() < 0.5:
+                        piece = written[at : at + SECTOR]
+                        found[at : at + len(piece)] = piece
+                return bytes(found[:size])
             case 0:
                 return written
             case 1 if written.startswith(synced):
@@ -185,7 +197,8 @@ def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, w
         root, back = tmp_path / str(cut), tmp_path / str(cut + 1)
         disk = Volatile(chance.choice((chance.randint(1, 40), chance.randint(40, 400))), root)
         with suppress(PowerCut), ExitStack() as afterwards:
-            bucket = BucketStore.open(root, SETTINGS, partitions=2, disk=disk, time_ns=wall)
+            settings = chance.choice((SETTINGS, ROOMY))
+            bucket = BucketStore.open(root, settings, partitions=2, disk=disk, time_ns=wall)
             afterwards.callback(bucket.abandon)
             assert not bucket.opening.branched
             found = contents(bucket)

@@ -11,6 +11,7 @@ from upper.kernel.plain import apply as apply
 from upper.kernel.plain import attributed as attributed
 from upper.kernel.plain import columns as columns
 from upper.kernel.plain import covered as covered
+from upper.kernel.plain import crc32 as crc32
 from upper.kernel.plain import events as events
 from upper.kernel.plain import group as group
 from upper.kernel.plain import join as join

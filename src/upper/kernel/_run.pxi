@@ -33,36 +33,21 @@ cdef class Table:
         return self.items.map.evicted
 
 
-cdef extern from *:
-    """
-    static uint32_t crc_table[8][256];
-
-    static void make_crc_table(void) {
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t crc = i;
-            for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ 0xEDB88320u : crc >> 1;
-            crc_table[0][i] = crc;
-        }
-        for (int k = 1; k < 8; k++)
-            for (uint32_t i = 0; i < 256; i++)
-                crc_table[k][i] = crc_table[k - 1][i] >> 8 ^ crc_table[0][crc_table[k - 1][i] & 0xFF];
-    }
-
-    /* The CRC-32 of zlib, eight bytes a step. */
-    static inline uint32_t crc_of(const uint8_t *p, size_t length) {
-        uint32_t crc = 0xFFFFFFFFu;
-        for (; length >= 8; length -= 8, p += 8)
-            crc = crc_table[7][p[0] ^ (crc & 0xFF)] ^ crc_table[6][p[1] ^ (crc >> 8 & 0xFF)]
-                ^ crc_table[5][p[2] ^ (crc >> 16 & 0xFF)] ^ crc_table[4][p[3] ^ crc >> 24]
-                ^ crc_table[3][p[4]] ^ crc_table[2][p[5]] ^ crc_table[1][p[6]] ^ crc_table[0][p[7]];
-        while (length--) crc = crc >> 8 ^ crc_table[0][(crc ^ *p++) & 0xFF];
-        return ~crc;
-    }
-    """
-    void make_crc_table()
+cdef extern from "_crc.h":
+    void crc_prepare()
     uint32_t crc_of(const uint8_t *data, size_t length) nogil
+    uint32_t crc_more(uint32_t crc, const uint8_t *data, size_t length) nogil
 
-make_crc_table()
+crc_prepare()
+
+
+def crc32(data, uint32_t crc=0):
+    cdef Py_buffer view
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    with nogil:
+        crc = crc_more(crc, <const uint8_t *> view.buf, view.len)
+    PyBuffer_Release(&view)
+    return crc
 
 
 cdef inline Py_ssize_t by_hash(const uint8_t *key, Py_ssize_t length, Py_ssize_t partitions) noexcept:

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#include "_crc.h"
 
 enum { UPPER_IDLE, UPPER_WORKING, UPPER_DONE, UPPER_LEAVING };
 
@@ -22,33 +23,21 @@ typedef struct {
     Py_ssize_t count;
     uint8_t head[32];
     size_t size; /* of the frame */
+    size_t zeros; /* bytes of them to be written behind it */
     uint8_t *buffer;
     size_t room; /* in the buffer */
 } upper_writer;
 
-static uint32_t upper_crc_table[8][256];
-
-static void upper_crc_prepare(void) {
-    for (uint32_t i = 0; i < 256; i++) {
-        uint32_t c = i;
-        for (int bit = 0; bit < 8; bit++) c = c & 1 ? 0xEDB88320u ^ c >> 1 : c >> 1;
-        upper_crc_table[0][i] = c;
+/* Make the file longer, so that the next frames need not: a sync of a file that was made longer waits for the file system's
+ * own journal too. The position stays. Without room for them, the next frames make the file longer as they come. */
+static void upper_write_zeros(int fd, size_t size) {
+    static const uint8_t zeros[64 << 10];
+    off_t at = lseek(fd, 0, SEEK_CUR);
+    while (at >= 0 && size) {
+        ssize_t n = pwrite(fd, zeros, size < sizeof zeros ? size : sizeof zeros, at);
+        if (n < 0 && errno != EINTR) return;
+        if (n > 0) at += n, size -= (size_t)n;
     }
-    for (uint32_t i = 0; i < 256; i++)
-        for (int k = 1; k < 8; k++)
-            upper_crc_table[k][i] = upper_crc_table[k - 1][i] >> 8 ^ upper_crc_table[0][upper_crc_table[k - 1][i] & 255];
-}
-
-/* The CRC of zlib, eight bytes at a time. */
-static uint32_t upper_crc(const uint8_t *p, size_t size) {
-    uint32_t (*t)[256] = upper_crc_table, crc = 0xFFFFFFFFu;
-    for (; size >= 8; size -= 8, p += 8) {
-        crc ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
-        crc = t[7][crc & 255] ^ t[6][crc >> 8 & 255] ^ t[5][crc >> 16 & 255] ^ t[4][crc >> 24]
-            ^ t[3][p[4]] ^ t[2][p[5]] ^ t[1][p[6]] ^ t[0][p[7]];
-    }
-    for (; size; size--) crc = crc >> 8 ^ t[0][(crc ^ *p++) & 255];
-    return ~crc;
 }
 
 static int upper_write_batch(upper_writer *w) {
@@ -67,12 +56,13 @@ static int upper_write_batch(upper_writer *w) {
         memcpy(to, PyBytes_AS_STRING(w->records[i]), size);
         to += size;
     }
-    put32(w->buffer + 4, upper_crc(w->buffer + 8, w->size - 8));
+    put32(w->buffer + 4, crc_of(w->buffer + 8, w->size - 8));
     for (size_t done = 0; done < w->size;) {
         ssize_t n = write(w->fd, w->buffer + done, w->size - done);
         if (n < 0 && errno != EINTR) return errno;
         if (n > 0) done += (size_t)n;
     }
+    if (w->zeros) upper_write_zeros(w->fd, w->zeros);
     while (fdatasync(w->fd))
         if (errno != EINTR) return errno;
     return 0;

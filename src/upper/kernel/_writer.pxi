@@ -5,15 +5,12 @@ cdef extern from "_writer.h":
         int fd, bell, error
         PyObject **records
         Py_ssize_t count
-        size_t size
+        size_t size, zeros
         uint8_t head[32]
-    void upper_crc_prepare()
     int upper_writer_start(upper_writer *w)
     void upper_writer_begin(upper_writer *w)
     void upper_writer_wait(upper_writer *w) nogil
     void upper_writer_leave(upper_writer *w) nogil
-
-upper_crc_prepare()
 
 
 cdef class Writer:
@@ -40,8 +37,10 @@ cdef class Writer:
     def fileno(self):
         return self.bell
 
-    def begin(self, int fd, bytes head not None, list records not None):
-        """Write these records as one frame: `head`, with their length and the checksum filled in, and they. Its size."""
+    def begin(self, int fd, bytes head not None, list records not None, size_t zeros=0):
+        """Write these records as one frame: `head`, with their length and the checksum filled in, and they. Its size.
+
+        `zeros`: as many bytes of them are written behind it, if there is room; the position of `fd` is before them."""
         cdef Py_ssize_t size = 0
         if not self.runs:
             raise RuntimeError("the writer is closed")
@@ -60,6 +59,7 @@ cdef class Writer:
         self.writer.records = PySequence_Fast_ITEMS(records)
         self.writer.count = PyList_GET_SIZE(records)
         self.writer.size = 32 + size
+        self.writer.zeros = zeros
         upper_writer_begin(&self.writer)
         return 32 + size
 

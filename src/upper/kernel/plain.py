@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from typing import Final
+from zlib import crc32 as crc32
 
 from upper.kernel.packets import (
     NANOSECONDS,

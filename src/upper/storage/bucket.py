@@ -174,6 +174,7 @@ class BucketStore:
                 self._writer.close()
             if self.failed is None:
                 try:
+                    self.journal.trim()
                     mark = metadata.ShutdownState(self.done, self.settings.durability)
                     metadata.write_shutdown(self.disk, self.directory, mark)
                 except OSError as error:

@@ -8,8 +8,9 @@ Frames follow. A frame is 32 bytes, magic u32, CRC u32 of everything after the C
 length u64, clock u64 (the last CAS given out), and then the payload: whole packets. In the journal a
 frame is a batch: written by one call, numbered without gaps across segments, valid as a whole or not at all.
 
-A crash may leave an incomplete frame at the end of the last segment. It was never acknowledged, and opening
-truncates it. Anywhere else, bytes that are not a frame are damage.
+The last segment may end with zeros, which were written ahead of its next frames. A crash may leave an
+incomplete frame there: one that the file is too short for, or some of whose sectors are still zeros. It was
+never acknowledged, and opening truncates it. Anywhere else, bytes that are not a frame are damage.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from enum import Enum
 from pathlib import Path
 from struct import Struct
 from typing import Final, NamedTuple
-from zlib import crc32
 
 from upper.errors import Corrupt, WrongVersion
+from upper.kernel import crc32
 
 FORMAT: Final = 1
 JOURNAL_MAGIC: Final = b"upperJNL"
@@ -32,6 +33,7 @@ _FRAME = Struct(">4sIQQQ")
 _FRAME_TAIL = Struct(">QQQ")
 FRAME_HEADER: Final = _FRAME.size
 FRAME_MAGIC: Final = b"uFRM"
+SECTOR: Final = 512  # bytes; a disk writes each of them whole or not at all
 
 
 class FileHeader(NamedTuple):
@@ -118,18 +120,31 @@ class FrameReader:
     def _next(self, size: int) -> Frame | Ending:
         at = self.at
         if at + FRAME_HEADER > size:
-            whole = self._data[at : at + 4] == FRAME_MAGIC[: size - at] or not any(self._data[at:])
-            return Ending.SHORT if whole else Ending.BROKEN
+            whole = self._data[at : at + 4] == FRAME_MAGIC[: size - at]
+            return Ending.SHORT if whole or self._unwritten(at, size) else Ending.BROKEN
         magic, crc, number, length, clock = _FRAME.unpack_from(self._data, at)
         if magic != FRAME_MAGIC:
-            # The system may extend a file before its bytes are written: zeros to its end are a torn write.
-            return Ending.BROKEN if any(self._view[at : at + 4096]) or any(self._view[at:]) else Ending.SHORT
+            return Ending.SHORT if self._unwritten(at, at + len(magic)) else Ending.BROKEN
         start = at + FRAME_HEADER
         if length > size - start:
             return Ending.SHORT
         if crc32(self._view[at + 8 : start + length]) != crc:
-            return Ending.BROKEN
+            return Ending.SHORT if self._unwritten(at, start + length) else Ending.BROKEN
         return Frame(at, number, clock, start, start + length)
+
+    def _unwritten(self, at: int, end: int) -> bool:
+        """Whether a sector of this part is still zeros, as it was before a frame was written there."""
+        while at < end:
+            edge = min(end, at - at % SECTOR + SECTOR)
+            if not any(self._view[at:edge]):
+                return True
+            at = edge
+        return False
+
+    @property
+    def rest(self) -> int:
+        """Bytes behind the place where reading stopped, without the zeros at the end of the file."""
+        return len(self._data[self.at :].rstrip(b"\0"))
 
     def resumes_after(self) -> int | None:
         """The offset of the next complete frame after the place where reading stopped, if any."""

@@ -6,6 +6,10 @@ numbered without gaps across segments, so a missing segment or batch is detected
 ends with such a frame has lost its last segment. Segments are deleted, oldest
 first, when no partition needs anything in them any more.
 
+The segment that is being written is longer than its frames: zeros are written ahead of them, because a sync
+of a file that became longer waits for the journal of the file system, too, and takes more than twice as long.
+Closing a segment or the journal truncates it to its frames; `frames` says what a crash may leave.
+
 A batch is on disk when `append` returns. When it raises, the batch is not written, even if a later fdatasync
 succeeds, because the system may have dropped the pages. That segment then accepts no further batches, and
 the journal none before `resume`. Only one thread at a time calls `append`, so there is no lock.
@@ -14,6 +18,7 @@ the journal none before `resume`. Only one thread at a time calls `append`, so t
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +26,9 @@ from upper import kernel
 from upper.storage.disk import write_all
 from upper.storage.files import File, Files
 from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, FileHeader, file_header, frame, open_frame
+
+LEAST_ZEROS, MOST_ZEROS = 64 << 10, 1 << 20  # bytes that are written ahead at once
+LARGE_FRAME = 128 << 10  # bytes of a frame from which on zeros would cost more than they save
 
 
 @dataclass(slots=True)
@@ -51,6 +59,7 @@ class Journal:
     written: int = 0  # bytes of all batches since it was opened
     _fd: int = -1
     _under_way: int = 0  # bytes of the batch that a thread is writing
+    _prepared: int = 0  # bytes that the last segment has on disk, with the zeros, or that it was to have
 
     @property
     def size(self) -> int:
@@ -62,10 +71,15 @@ class Journal:
         disk = self.files.disk
         if not self.segments or self.segments[-1].file.size >= segment_size:
             self._open_next(number)
-        if self._fd < 0:
-            self._fd = disk.open(self.segments[-1].file.path, os.O_WRONLY | os.O_APPEND)
+        self._reopen()
         data = frame(number, clock, payload)
         write_all(disk, self._fd, data)
+        if zeros := self._ahead(len(data), segment_size):
+            end = self.segments[-1].file.size + len(data)
+            with suppress(OSError):  # without room for them, later frames make the file longer as they come
+                write_all(disk, self._fd, bytes(zeros))
+            os.lseek(self._fd, end, os.SEEK_SET)
+            self._prepared = end + zeros
         if sync:
             disk.fdatasync(self._fd)
         return self._appended(number, len(data))
@@ -74,9 +88,29 @@ class Journal:
         """Whether the next batch needs a new segment, which `append` opens."""
         return self._fd < 0 or not self.segments or self.segments[-1].file.size >= segment_size
 
-    def start(self, writer: kernel.Writer, number: int, clock: int, batch: list[bytes]) -> None:
+    def start(
+        self, writer: kernel.Writer, number: int, clock: int, batch: list[bytes], *, segment_size: int
+    ) -> None:
         """The same as `append` to a segment that is not full, in the kernel's thread."""
-        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch)
+        zeros = self._ahead(self._under_way, segment_size)  # the last one was about as long
+        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch, zeros)
+        if zeros:
+            self._prepared = self.segments[-1].file.size + self._under_way + zeros
+
+    def _ahead(self, size: int, segment_size: int) -> int:
+        """How many zeros to write behind a frame of this size: none, as long as there are enough."""
+        end = self.segments[-1].file.size + size
+        if end + size <= self._prepared or size >= LARGE_FRAME:
+            return 0
+        return max(0, min(max(LEAST_ZEROS, 16 * size), MOST_ZEROS, segment_size - end))
+
+    def _reopen(self) -> None:
+        """Have the last segment open, at the end of its frames."""
+        if self._fd < 0:
+            last = self.segments[-1].file
+            self._fd = self.files.disk.open(last.path, os.O_WRONLY)
+            os.lseek(self._fd, last.size, os.SEEK_SET)
+            self._prepared = last.size
 
     def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int]:
         """Wait for that thread; raises as `append` does. Offset and size of the payload."""
@@ -96,9 +130,17 @@ class Journal:
         if self._fd < 0 or not self.segments:
             return
         try:
-            self.files.disk.truncate(self._fd, self.segments[-1].file.size)
+            self.trim()
         except OSError:
             pass  # the rest is an incomplete frame; opening truncates it
+
+    def trim(self) -> None:
+        """Truncate the last segment to its frames. Only a journal that is closed need not be synced then."""
+        if self._fd >= 0 and self.segments:
+            last = self.segments[-1].file
+            self.files.disk.truncate(self._fd, last.size)
+            os.lseek(self._fd, last.size, os.SEEK_SET)
+            self._prepared = last.size
 
     @property
     def good(self) -> int:
@@ -107,11 +149,9 @@ class Journal:
 
     def resume(self) -> None:
         """Continue after a temporary failure: truncate, and open a new segment."""
-        disk, last = self.files.disk, self.segments[-1].file
-        if self._fd < 0:
-            self._fd = disk.open(last.path, os.O_WRONLY | os.O_APPEND)
-        disk.truncate(self._fd, last.size)
-        disk.fdatasync(self._fd)  # an error of the truncation; the batch is discarded in any case
+        self._reopen()
+        self.trim()
+        self.files.disk.fdatasync(self._fd)  # an error of the truncation; the batch is discarded in any case
         self._open_next(self.good + 1)
 
     def forget(self, before: int) -> int:
@@ -135,7 +175,7 @@ class Journal:
         """Continue in a new segment of this number, whose first batch will be `first`."""
         disk = self.files.disk
         path = segment_path(self.directory, number)
-        fd = disk.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC)
+        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         header = file_header(JOURNAL_MAGIC, FileHeader(0, self.uuid, number, first))
         try:
             write_all(disk, fd, header)
@@ -146,7 +186,7 @@ class Journal:
             disk.close(fd)
             raise
         self.close()
-        self._fd = fd
+        self._fd, self._prepared = fd, len(header)
         self.segments.append(
             Segment(self.files.add(path, number=number, size=len(header)), first=first, last=first - 1)
         )
@@ -155,10 +195,10 @@ class Journal:
         """Close the present segment with an empty frame; the next one exists."""
         if not self.segments:
             return
+        self._reopen()
         disk, last = self.files.disk, self.segments[-1].file
-        if self._fd < 0:
-            self._fd = disk.open(last.path, os.O_WRONLY | os.O_APPEND)
         data = frame(first, 0, b"")
         write_all(disk, self._fd, data)
+        disk.truncate(self._fd, last.size + len(data))
         disk.fdatasync(self._fd)
         last.size += len(data)

@@ -331,16 +331,14 @@ class DirectoryLoader:
                 return False
             segment.last = found.number
         self._note_touched(segment)
-        if closed and is_last and frames.ending is Ending.WHOLE:
+        if closed and is_last and not frames.rest:
             self._problem(Damage(where, "it requires another segment after it, and there is none"))
         if frames.ending is Ending.WHOLE:
             return True
-        return self._torn(segment, frames, tail, len(data), is_last=is_last)
+        return self._torn(segment, frames, tail, is_last=is_last)
 
-    def _torn(
-        self, segment: Segment, frames: FrameReader, tail: JournalTail, size: int, *, is_last: bool
-    ) -> bool:
-        where, left = segment.file.path.name, size - frames.at
+    def _torn(self, segment: Segment, frames: FrameReader, tail: JournalTail, *, is_last: bool) -> bool:
+        where, left = segment.file.path.name, frames.rest
         # Between two segments only the frame that closes the first can be torn: it carries nothing.
         harmless = not is_last and frames.ending is Ending.SHORT and left <= FRAME_HEADER
         if not harmless and (not is_last or frames.resumes_after() is not None):

@@ -81,7 +81,9 @@ class JournalWriter:
     def start(self, batch: JournalBatch) -> None:
         self._batch = batch
         if self._fast is not None and not self._journal.is_full(batch.segment_size):
-            self._journal.start(self._fast, batch.ticket, batch.clock, batch.records)
+            self._journal.start(
+                self._fast, batch.ticket, batch.clock, batch.records, segment_size=batch.segment_size
+            )
         else:
             self._written = self._thread.submit(write, self._journal, batch)
             self._written.add_done_callback(lambda written: self.in_loop(self._arrived, written))
