@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import upper
+from tests.apps.push_lake import push_through_a_rollback
 from tests.brokers import kafka
 from tests.nodes import Node
 from upper.apps.push.kafka import KafkaTarget, kafka_target
@@ -134,6 +135,13 @@ def test_a_topic_follows_a_bucket_through_a_rollback(broker: str, tmp_path: Path
         done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=True)
         assert json.loads(done.stdout)["rows"] == 1
         assert live(broker, "shop") == true()
+
+
+def test_a_lake_is_followed_through_a_rollback(broker: str, tmp_path: Path) -> None:
+    def found() -> dict[bytes, int]:
+        return {key: int(cas) for key, (_, cas) in live(broker, "of-a-lake").items()}
+
+    push_through_a_rollback(tmp_path, [f"kafka://{broker}/of-a-lake"], found)
 
 
 def test_a_producer_that_was_left_behind_is_fenced(broker: str) -> None:

@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 
 import upper
+from tests.apps.push_lake import push_through_a_rollback
 from tests.apps.push_story import PARTITIONS, Steps, Story, live_through, stories
 from tests.apps.replica_model import ReplicaBucket
 from tests.nodes import Node
 from tests.search_engines import opensearch
+from tests.server.certificate import made
+from tests.tls_proxy import tls_proxy
 from upper.apps.push import search_engine
 from upper.apps.push.opensearch import OURS, IndexOptions, IndexTarget, id_of, key_of
 from upper.apps.push.rounds import Push
@@ -162,33 +165,48 @@ def test_an_index_that_was_restored_from_a_snapshot_is_brought_to_the_source(
 
 
 def test_a_lake_is_followed_through_a_rollback(server: str, engine: HttpEngine, tmp_path: Path) -> None:
-    def upper_does(*arguments: str) -> None:
-        command = [sys.executable, "-m", "upper", *arguments, "--once", "--local"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    def found() -> dict[bytes, int]:
+        return {key: int(each[OURS]["cas"]) for key, each in documents(engine, "of-a-lake").items()}
+
+    push_through_a_rollback(tmp_path, [f"opensearch://{server}", "--index", "of-a-lake"], found)
+
+
+def push_over_tls(node: Node, target: str, index: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "upper", "push", node.url, target, "--index", index, "--name", "test"]
+    return subprocess.run(
+        [*command, "--once", "--local"], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_documents_are_pushed_over_tls_to_a_server_that_is_trusted(
+    server: str, engine: HttpEngine, node: Node, tmp_path: Path
+) -> None:
+    for name in ("right", "wrong"):
+        (tmp_path / name).mkdir()
+    certificate, key = made(tmp_path / "right", subject="/CN=search")
+    other, _ = made(tmp_path / "wrong")
+    with upper.connect(node.url) as bucket, tls_proxy(server, certificate, key) as secure:
+        bucket.set_many((f"tls{n}", json.dumps({"n": n, "text": "x" * 1000})) for n in range(500))
+        done = push_over_tls(node, f"opensearchs://{secure}?ca={certificate}", "secure")
         assert done.returncode == 0, done.stderr
-
-    def follow() -> dict[bytes, int]:
-        upper_does("sync", node.url, lake)
-        upper_does("push", lake, f"opensearch://{server}", "--index", "of-a-lake", "--name", "test")
-        return {key: int(found[OURS]["cas"]) for key, found in documents(engine, "of-a-lake").items()}
-
-    lake = str(tmp_path / "lake")
-    with Node(tmp_path / "node", partitions=4) as node, upper.connect(node.url) as bucket:
-
-        def true() -> dict[bytes, int]:
-            return {key: int(meta.cas) for key, meta in bucket.metadata_many(bucket.keys("")).items()}
-
-        bucket.set_many((f"k{n}", json.dumps({"n": n})) for n in range(100))
-        assert follow() == true()
-        kept = bucket.seqnos()
-        bucket.set_many((f"k{n}", '{"n": -1}') for n in range(50, 120))
-        bucket.delete("k7")
-        assert follow() == true()
-        for partition, seqno in kept.items():
-            bucket.promote(partition, to=seqno)
-        bucket.set("after", '{"n": 1}')
-        assert follow() == true()
-        assert len(true()) == 101
+        found = documents(engine, "secure")
+        assert {key: each["n"] for key, each in found.items() if key.startswith(b"tls")} == {
+            f"tls{n}".encode(): n for n in range(500)
+        }
+        port = secure.rpartition(":")[2]
+        for target_url, printed in (
+            (f"opensearchs://{secure}?ca={other}", f"the certificate of {secure} is not trusted ("),
+            (f"opensearchs://{secure}", "self-signed certificate); name its authority: ?ca=FILE"),
+            (f"opensearchs://localhost:{port}?ca={certificate}", "write the host as its certificate names"),
+            (f"opensearchs://{secure}?ca={key}", f"{key} cannot be used (no certificate is in it)"),
+            (f"opensearchs://{secure}?ca=/missing", "/missing cannot be used (No such file or directory)"),
+            (f"opensearchs://{server}", f"{server} does not speak TLS; write opensearch:// if it is plain"),
+        ):
+            done = push_over_tls(node, target_url, "refused")
+            assert done.returncode == 2, (target_url, done.stderr)
+            assert printed in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+    assert engine.identity("refused") == "", "nothing is sent to a server that is not trusted"
 
 
 @settings(max_examples=6)

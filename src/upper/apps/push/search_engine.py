@@ -33,6 +33,8 @@ READ_AT_ONCE = 256  # documents of states
 FOUND_AT_ONCE = 5_000  # ids
 BUSY = frozenset({429, 502, 503, 504})
 TOO_LARGE, CONFLICT, ABSENT, BROKEN, BAD = 413, 409, 404, 500, 400
+OTHER_NAME = frozenset({62, 64})  # of OpenSSL: the name, or the address, is not that of the certificate
+NO_TLS = frozenset({"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "RECORD_LAYER_FAILURE"})
 RETRIES = BackoffSettings(first=0.2, most=10.0)
 FORM = "opensearch://[USER@]HOST[:PORT][,HOST...][?ca=FILE], or opensearchs:// for TLS"
 
@@ -233,15 +235,18 @@ class HttpEngine:
         while True:
             try:
                 status, answer = self._exchange(method, path, data, kind)
-            except ssl.SSLCertVerificationError as error:
-                raise InvalidArguments(
-                    f"the certificate of {self._here()} is not trusted ({error.verify_message}); name its "
-                    "authority: ?ca=FILE"
-                ) from None
+            except ssl.SSLError as error:
+                self.close()
+                if (refusal := _tls_refusal(error, self._here())) is not None:
+                    raise refusal from None
+                self._next += 1
+                why = str(error)
             except (OSError, HTTPException) as error:
                 self.close()
                 self._next += 1
                 why = str(error) or type(error).__name__
+                if isinstance(error, ConnectionResetError) and not self.secure:
+                    why += "; if the port is TLS, write opensearchs://"
             else:
                 if status == 401:
                     raise AuthenticationFailed(
@@ -260,7 +265,7 @@ class HttpEngine:
         if self._connection is None:
             node = self.nodes[self._next % len(self.nodes)]
             if self.secure:
-                context = ssl.create_default_context(cafile=self.authority)
+                context = trusting(self.authority)
                 self._connection = HTTPSConnection(node.host, node.port, timeout=WITHIN, context=context)
             else:
                 self._connection = HTTPConnection(node.host, node.port, timeout=WITHIN)
@@ -288,6 +293,33 @@ class Retry:
             raise TargetUnavailable(f"{self._about} ({why}); check the cluster")
         self._waited += pause
         self._engine.sleep(pause)
+
+
+def trusting(authority: str | None) -> ssl.SSLContext:
+    """TLS with servers whose certificates are of this authority, or of those that the system knows."""
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except ssl.SSLError:
+        why = "no certificate is in it"
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+    raise InvalidArguments(
+        f"{authority} cannot be used ({why}); name a file of certificates in PEM: ?ca=FILE"
+    )
+
+
+def _tls_refusal(error: ssl.SSLError, here: str) -> InvalidArguments | None:
+    """The error for a server with which TLS will not succeed later either."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = "name its authority: ?ca=FILE"
+        if error.verify_code in OTHER_NAME:
+            remedy = "write the host as its certificate names it"
+        return InvalidArguments(
+            f"the certificate of {here} is not trusted ({error.verify_message}); {remedy}"
+        )
+    if error.reason in NO_TLS:
+        return InvalidArguments(f"{here} does not speak TLS; write opensearch:// if it is plain HTTP")
+    return None
 
 
 def _lines(operation: DocumentWrite) -> bytes:
@@ -343,5 +375,7 @@ def parse_opensearch(url: str, password: Callable[[str], str]) -> HttpEngine:
         )
     if "ca" in settings and not secure:
         raise InvalidArguments("?ca=FILE is for opensearchs://, which is TLS; write that, or leave it out")
+    if secure:
+        trusting(settings.get("ca"))  # a mistake is reported before work begins
     user = unquote(user)
     return HttpEngine(nodes, secure, settings.get("ca"), user, password(user) if user else "")
