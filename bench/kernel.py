@@ -123,7 +123,7 @@ def applied(records: list[bytes]) -> Iterator[Row]:
     slots = array("q", range(PARTITIONS))
     tails = [plain.TailProgress(plain.Table(), replicas=True) for _ in range(PARTITIONS)]
     commits = range(PARTITIONS, len(records), PARTITIONS)  # each partition has its first change already
-    cuts = (plain.CommitGroups(records[at : at + PARTITIONS], tails) for at in commits)
+    cuts = (plain.CommitGroups(plain.Log(records[at : at + PARTITIONS]), tails) for at in commits)
     data = b"".join(cut.frame(slots)[0] for cut in cuts)
     million = (len(records) - PARTITIONS) / 1e6
 
@@ -131,7 +131,7 @@ def applied(records: list[bytes]) -> Iterator[Row]:
         tables = [kernel.Table() for _ in range(PARTITIONS)]
         for table in tables:
             table.high = 1
-        at, *_ = kernel.apply(data, 0, tables, bytearray(PARTITIONS), [], bytearray())
+        at, *_ = kernel.apply(data, 0, tables, bytearray(PARTITIONS), kernel.Log(), bytearray())
         assert at == len(data)
 
     yield from pair(
@@ -183,10 +183,7 @@ def maps(records: list[bytes]) -> Iterator[Row]:
         entry = record(seqno - 1, seqno=seqno)
         for one in big.values():
             one.put(entry)
-    grouped = measured(lambda kernel: kernel.group(records))
-    yield from pair("group a commit by partition", "M records/s", rate(million, grouped), {})
-    reduced = measured(lambda kernel: kernel.latest(records))
-    yield from pair("latest of each key", "M records/s", rate(million, reduced), {})
+    yield from fanned_out(records)
     for behind in (1, 1000):
         since = len(records) - behind
         taken = measured(partial(resumed_after, big, since))
@@ -196,6 +193,27 @@ def maps(records: list[bytes]) -> Iterator[Row]:
     yield from pair(f"snapshot of {len(records):,}", "us", viewed, {"compiled": "<= 500"}, less=True)
     chunks = measured(lambda kernel: drained(big[kernel.NAME]))
     yield from pair("backfill as bytes", "M records/s", rate(million, chunks), {})
+
+
+def fanned_out(records: list[bytes]) -> Iterator[Row]:
+    """Commits of 4,096 records, four of each partition: cut, then the latest of each key as bytes."""
+    size, slots = 4 * PARTITIONS, array("q", range(PARTITIONS))
+    batches = [records[at : at + size] for at in range(0, len(records) - size, size)]
+    million = len(batches) * size / 1e6
+    logs: dict[str, list[Any]] = {kernel.NAME: list(map(kernel.Log, batches)) for kernel in KERNELS}
+    tails: dict[str, list[Any]] = {
+        kernel.NAME: [kernel.TailProgress(kernel.Table(), replicas=True) for _ in range(PARTITIONS)]
+        for kernel in KERNELS
+    }
+
+    def group(kernel: ModuleType) -> list[Any]:
+        return [kernel.CommitGroups(log, tails[kernel.NAME]) for log in logs[kernel.NAME]]
+
+    grouped = rate(million, measured(group))
+    yield from pair("group a commit by partition", "M records/s", grouped, {})
+    cuts = {kernel.NAME: group(kernel) for kernel in KERNELS}
+    framed = measured(lambda kernel: [cut.frame(slots) for cut in cuts[kernel.NAME]])
+    yield from pair("latest of each key, framed", "M records/s", rate(million, framed), {})
 
 
 def resumed_after(maps: dict[str, Any], seqno: int, kernel: ModuleType) -> list[bytes]:
@@ -220,7 +238,7 @@ def runs(count: int) -> Iterator[Row]:
     def work(kernel: ModuleType, table: list[Table], chunks: list[bytes]) -> None:
         clock = Clock()
         for data in chunks:
-            at, _, _ = kernel.run(data, 0, table, clock, [], bytearray())
+            at, _, _ = kernel.run(data, 0, table, clock, kernel.Log(), bytearray())
             assert at == len(data), "the run stopped short"
 
     sets, gets = reads(1), reads(0)

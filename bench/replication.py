@@ -21,7 +21,6 @@ from bench import Row
 from bench.load import cpu, load, scratch
 from bench.node import CONNECTIONS, DEPTH
 from tests.cluster.replicas import ACTIVE, REPLICA, Member, entry
-from upper import kernel
 from upper.cluster.active_copy import ActiveCopy
 from upper.cluster.bucket_map import BucketSettings, PartitionEntry
 from upper.model.values import NO_BRANCH, Partition, Seqno
@@ -196,7 +195,7 @@ class LagSamples:
 
     def _written(self, commit: Commit) -> None:
         now = time.perf_counter()
-        for number in kernel.group(commit.records):
+        for number in commit.records.partitions():
             self._waiting.append((Partition(number), self._stores[number].written, now))
 
     def _on_acknowledged(self, *facts: Any) -> None:

@@ -28,17 +28,18 @@ def stored(key: bytes, value: bytes | None = b"v", *, seqno: int, partition: int
 
 
 def test_a_snapshot_of_one_change_is_stored_without_facts(kernel: ModuleType) -> None:
-    part, pending, ends = Store(high=6), list[bytes](), bytearray()
+    part, pending, ends = Store(high=6), kernel.Log(), bytearray()
     data = marker(START) + sent(b"k", seqno=7, cas=9) + marker(END)
     assert kernel.apply(data, 0, [part], bytearray(1), pending, ends) == (len(data), 1, 9, False, [])
     assert pending == [stored(b"k", seqno=7, cas=9)]
-    assert part.items == {b"k": pending[0]}
-    assert (part.high, part.size, part.tombstones) == (7, len(pending[0]), 0)
+    (record,) = pending
+    assert part.items == {b"k": record}
+    assert (part.high, part.size, part.tombstones) == (7, len(record), 0)
     assert ends == pack(">HQ", 0, 7)
 
 
 def test_a_snapshot_with_every_seqno_is_stored_without_facts(kernel: ModuleType) -> None:
-    part, pending, ends = Store(high=6), list[bytes](), bytearray()
+    part, pending, ends = Store(high=6), kernel.Log(), bytearray()
     data = marker(START) + sent(b"a", seqno=7) + sent(b"b", seqno=8) + sent(b"c", None, seqno=9) + marker(END)
     assert kernel.apply(data, 0, [part], bytearray(1), pending, ends)[:4] == (len(data), 3, 1, False)
     assert pending == [stored(b"a", seqno=7), stored(b"b", seqno=8), stored(b"c", None, seqno=9)]
@@ -47,7 +48,7 @@ def test_a_snapshot_with_every_seqno_is_stored_without_facts(kernel: ModuleType)
 
 
 def test_a_snapshot_that_leaves_changes_out_is_stored_between_its_facts(kernel: ModuleType) -> None:
-    parts, pending, ends = [Store(), Store(high=1)], list[bytes](), bytearray()
+    parts, pending, ends = [Store(), Store(high=1)], kernel.Log(), bytearray()
     body = sent(b"a", seqno=2, partition=1) + sent(b"b", None, seqno=5, partition=1)
     data = marker(START, 1) + body + marker(END, 1)
     assert kernel.apply(data, 0, parts, bytearray(2), pending, ends)[:4] == (len(data), 2, 1, True)
@@ -67,7 +68,7 @@ def test_a_key_that_changes_moves_to_the_end_and_its_old_record_no_longer_counts
     part.high = 3
     assert part.evicted == 30
     data = sent(b"b", seqno=4) + sent(b"c", None, seqno=5) + sent(b"a", seqno=6)
-    assert kernel.apply(data, 0, [part], bytearray([INSIDE]), [], bytearray())[0] == len(data)
+    assert kernel.apply(data, 0, [part], bytearray([INSIDE]), kernel.Log(), bytearray())[0] == len(data)
     assert list(part.items) == [b"b", b"c", b"a"]
     held = [record for record in part.items.values() if isinstance(record, bytes)]
     assert (part.size, part.evicted, part.tombstones) == (sum(map(len, held)), 0, 1)
@@ -76,7 +77,7 @@ def test_a_key_that_changes_moves_to_the_end_and_its_old_record_no_longer_counts
 def test_records_that_expire_are_reported(kernel: ModuleType) -> None:
     part = Store(high=1)
     data = sent(b"a", seqno=2, expiration=99) + sent(b"b", seqno=3, lock_time=99)
-    *_, expiring = kernel.apply(data, 0, [part], bytearray([INSIDE]), [], bytearray())
+    *_, expiring = kernel.apply(data, 0, [part], bytearray([INSIDE]), kernel.Log(), bytearray())
     assert expiring == [part.items[b"a"]]
 
 
@@ -102,7 +103,7 @@ def test_records_that_expire_are_reported(kernel: ModuleType) -> None:
 def test_anything_else_is_left_to_the_caller_untouched(kernel: ModuleType, left: bytes) -> None:
     before = marker(START) + sent(b"x", seqno=6) + marker(END)
     tables = [Store(high=5), None, Store(), Store(high=3)]
-    pending, ends, inside = list[bytes](), bytearray(), bytearray([BETWEEN, BETWEEN, BETWEEN, 2])
+    pending, ends, inside = kernel.Log(), bytearray(), bytearray([BETWEEN, BETWEEN, BETWEEN, 2])
     assert kernel.apply(before + left, 0, tables, inside, pending, ends)[:2] == (len(before), 1)
     assert len(pending) == 1
     assert ends == pack(">HQ", 0, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import sys
 from array import array
@@ -23,7 +24,7 @@ def work(kernel: ModuleType) -> None:
     for record in records + [change(b"large", bytes(n), seqno=n) for n in range(990, 1060)]:
         items.put(record)
     kernel.scan(data, 0, numbers(0, 0))
-    kernel.run(traffic, 0, [Store()], Clock(), [], bytearray())
+    kernel.run(traffic, 0, [Store()], Clock(), kernel.Log(), bytearray())
     kernel.replay(data, 0, len(data), [kernel.RecordMap()], numbers(0))
     kernel.columns(data, 0, len(data), numbers(1))
     kernel.records(data, 0, len(data))
@@ -35,13 +36,21 @@ def work(kernel: ModuleType) -> None:
         one.places(), one.deletions(), one.take(1000)
     view.join(2000, 1, dcp=1)
     items.expiring(), items.some_keys(1, 5), items.forget(b"k1", 2), items.get(b"k2")
-    kernel.group(records)
-    cut = kernel.CommitGroups(records * 2, [kernel.TailProgress(Store(), replicas=False)])
+    log = kernel.Log([*records * 2, packet(0x54), change(b"large", bytes(20_000), seqno=51)])
+    list(log), log.changes(), log.without(0), log.partitions(), log.payload(), copy.deepcopy(log)
+    with contextlib.suppress(ValueError):
+        log.append(records[0][:-1])
+    cut = kernel.CommitGroups(log, [kernel.TailProgress(Store(), replicas=False)])
     cut.take_flushed(), cut.frame(array("q", [5])), cut.by_partition, cut.advance()
-    copy = kernel.CopyProgress()
+    progress = kernel.CopyProgress()
     for node in (f"{len(data)} a", f"{len(data)} b"):
-        copy.waited_for = frozenset((node,))
-        copy.hold(node, 5), copy.set_silent(node, 1.0), copy.tracked(), copy.held_by(node + "?")
+        progress.waited_for = frozenset((node,))
+        (
+            progress.hold(node, 5),
+            progress.set_silent(node, 1.0),
+            progress.tracked(),
+            progress.held_by(node + "?"),
+        )
     kernel.latest(records * 2)
     for bad in (broken, wrong, bytearray(wrong)):
         with contextlib.suppress(UpperError):
@@ -52,7 +61,12 @@ def work(kernel: ModuleType) -> None:
             kernel.records(bad, 0, len(bad))
         with contextlib.suppress(AttributeError, TypeError):
             kernel.run(
-                set_(b"a", b"1") + set_(b"b", b"1", partition=1), 0, [Store(), 5], Clock(), [], bytearray()
+                set_(b"a", b"1") + set_(b"b", b"1", partition=1),
+                0,
+                [Store(), 5],
+                Clock(),
+                kernel.Log(),
+                bytearray(),
             )
     data.clear()  # a buffer that was not given back would refuse this
 

@@ -52,7 +52,7 @@ def test_an_opaque_has_32_bits(kernel: ModuleType, opaque: int) -> None:
         kernel.retarget(bytearray(), 0, 0, opaque)
 
 
-@pytest.mark.parametrize("function", ["join", "group", "latest"])
+@pytest.mark.parametrize("function", ["join", "latest"])
 @pytest.mark.parametrize(
     ("thing", "error"), [(1 << 80, TypeError), (None, TypeError), (b"short", ValueError)]
 )
@@ -172,14 +172,14 @@ def test_a_view_is_taken_from_the_first_entry_on_in_pieces(
 
 @given(records=records_)
 def test_groups_keep_the_order_of_each_partition(kernel: ModuleType, records: list[bytes]) -> None:
-    groups = kernel.group(records)
+    groups = kernel.CommitGroups(kernel.Log(records), [tail(kernel)] * 256).by_partition
     assert groups == {p: [r for r in records if r[7] == p] for p in {r[7] for r in records}}
     assert all(groups.values())
 
 
 def test_a_flush_belongs_to_its_partition(kernel: ModuleType) -> None:
     flush = packet(FLUSH, partition=0x0102)
-    assert kernel.group([flush]) == {0x0102: [flush]}
+    assert kernel.CommitGroups(kernel.Log([flush]), [tail(kernel)] * 0x0103).by_partition == {0x0102: [flush]}
 
 
 @given(records=records_)
@@ -210,7 +210,7 @@ def test_a_commit_is_framed_as_the_encoder_of_upr_frames_it(kernel: ModuleType) 
     first, again = change(b"a", seqno=1, partition=3), change(b"a", seqno=2, partition=3)
     other, left = change(b"b", None, seqno=9, partition=7), change(b"c", partition=1)
     tails = [tail(kernel, high=5) for _ in range(8)]
-    cut = kernel.CommitGroups([first, other, left, again], tails)
+    cut = kernel.CommitGroups(kernel.Log([first, other, left, again]), tails)
     opaques = {3: 0xFFFF_FFFF, 7: 8}
     framed = {
         partition: b"".join(
@@ -237,7 +237,7 @@ def test_partitions_with_a_flush_are_taken_out_of_a_commit(kernel: ModuleType) -
     tails = [tail(kernel, high=9) for _ in range(3)]
     tails[1].store.purged, tails[2].waiting = 8, {"a stream": "its connection"}
     first, flushed, last = (change(b"a", seqno=8, partition=number) for number in (0, 1, 2))
-    cut = kernel.CommitGroups([first, flushed, last], tails)
+    cut = kernel.CommitGroups(kernel.Log([first, flushed, last]), tails)
     assert cut.take_flushed() == [(1, [flushed])]
     assert cut.by_partition == {0: [first], 2: [last]}
     assert cut.frame(array("q", [0, 1, 2]))[1] == 2
@@ -247,8 +247,8 @@ def test_partitions_with_a_flush_are_taken_out_of_a_commit(kernel: ModuleType) -
 
 def test_a_commit_of_a_partition_that_does_not_exist_is_refused(kernel: ModuleType) -> None:
     with pytest.raises(ValueError, match="partition 2 cannot be here"):
-        kernel.CommitGroups([change(b"a", partition=2)], [tail(kernel)] * 2)
-    assert len(kernel.CommitGroups([change(b"a", partition=1)] * 2, [tail(kernel)] * 2)) == 1
+        kernel.CommitGroups(kernel.Log([change(b"a", partition=2)]), [tail(kernel)] * 2)
+    assert len(kernel.CommitGroups(kernel.Log([change(b"a", partition=1)] * 2), [tail(kernel)] * 2)) == 1
 
 
 def tail(kernel: ModuleType, *, high: int = 0) -> Any:

@@ -53,13 +53,14 @@ class Ran:
 
     def __init__(self, kernel: ModuleType, data: bytes, *stores: Store | None, **options: Any) -> None:
         self.stores = list(stores) or [Store()]
-        self.clock, self.pending, self.out = Clock(), list[bytes](), bytearray()
+        self.clock, log, self.out = Clock(), kernel.Log(), bytearray()
         self.expiring = list[bytes]()
         self.at, self.waits, made = kernel.run(
-            data, 0, self.stores, self.clock, self.pending, self.out, expiring=self.expiring, **options
+            data, 0, self.stores, self.clock, log, self.out, expiring=self.expiring, **options
         )
         self.whole = self.at == len(data)
-        assert made == sum(map(len, self.pending))
+        self.pending = list(log)
+        assert made == sum(map(len, self.pending)) == log.size
 
 
 def test_what_was_answered_is_counted_by_kind(kernel: ModuleType) -> None:
@@ -315,23 +316,23 @@ def test_a_run_stops_when_its_answers_have_filled_the_room(kernel: ModuleType) -
 
 def test_answers_are_added_to_what_is_there(kernel: ModuleType) -> None:
     out = bytearray(b"before")
-    kernel.run(packet(NOOP) * 2000, 0, [], Clock(), [], out)
+    kernel.run(packet(NOOP) * 2000, 0, [], Clock(), kernel.Log(), out)
     assert out == b"before" + response(NOOP) * 2000
 
 
 def test_an_error_of_a_partition_leaves_the_numbers_true(kernel: ModuleType) -> None:
-    store, clock, pending, out = Store(), Clock(), list[bytes](), bytearray()
+    store, clock, pending, out = Store(), Clock(), kernel.Log(), bytearray()
     data = set_(b"a", b"1") + set_(b"b", b"1", partition=1)
     with pytest.raises((AttributeError, TypeError)):
         kernel.run(data, 0, [store, object()], clock, pending, out)
-    assert (store.high, store.size, clock.last) == (1, len(pending[0]), 1001)
+    assert (store.high, store.size, clock.last) == (1, pending.size, 1001)
     assert out == response(0x01, cas=1001)
 
 
 @pytest.mark.parametrize("wrap", [bytearray, memoryview])
 def test_requests_may_lie_in_any_kind_of_bytes(kernel: ModuleType, wrap: Any) -> None:
     store = Store()
-    kernel.run(wrap(set_(b"a", b"1")), 0, [store], Clock(), [], bytearray())
+    kernel.run(wrap(set_(b"a", b"1")), 0, [store], Clock(), kernel.Log(), bytearray())
     assert [type(key) for key in store.items] == [bytes]
 
 

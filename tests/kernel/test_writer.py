@@ -15,12 +15,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upper.kernel import Writer, plain
+from tests.kernel.packets import change, changes
+from upper.kernel import Log, Writer, plain
 from upper.storage.frames import frame, open_frame
 
 compiled = pytest.importorskip(
     "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` shows why"
 )
+
+RECORD = change(b"key", b"value")
+LARGE = [change(b"large", bytes([size % 251]) * size) for size in (8191, 8192, 8193, 100_000)]
+
+
+def log(*records: bytes) -> Log:
+    """The compiled kernel writes its own logs."""
+    made: Log = compiled.Log(records)
+    return made
 
 
 @pytest.fixture
@@ -48,7 +58,7 @@ def test_without_a_compiler_there_is_none() -> None:
 
 
 @given(
-    st.lists(st.binary(max_size=300), max_size=40),
+    st.lists(changes() | st.sampled_from(LARGE), max_size=40),
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1),
 )
@@ -60,18 +70,18 @@ def test_it_writes_the_frame_that_readers_expect(
     writer: Writer = compiled.writer()
     with opened(path) as fd:
         for _ in range(2):
-            assert writer.begin(fd, open_frame(number, clock), batch) == len(expected)
+            assert writer.begin(fd, open_frame(number, clock), log(*batch)) == len(expected)
             writer.finish()
     writer.close()
     assert path.read_bytes() == expected * 2
 
 
 def test_zeros_go_behind_a_frame_and_the_next_frame_replaces_them(writer: Writer, tmp_path: Path) -> None:
-    frames = [frame(number, 0, b"record" * number) for number in range(1, 4)]
+    frames = [frame(number, 0, RECORD * number) for number in range(1, 4)]
     fd = os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT)
     try:
         for number, zeros in ((1, 200_000), (2, 0), (3, 5)):
-            writer.begin(fd, open_frame(number, 0), [b"record"] * number, zeros)
+            writer.begin(fd, open_frame(number, 0), log(*[RECORD] * number), zeros)
             writer.finish()
             assert os.lseek(fd, 0, os.SEEK_CUR) == len(b"".join(frames[:number]))
     finally:
@@ -86,11 +96,11 @@ def test_a_batch_is_written_where_there_is_no_room_for_zeros(writer: Writer, tmp
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with opened(tmp_path / "log") as fd:
-            writer.begin(fd, open_frame(1, 0), [b"record"], 5000)
+            writer.begin(fd, open_frame(1, 0), log(RECORD), 5000)
             writer.finish()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "log").read_bytes().rstrip(b"\0") == frame(1, 0, b"record")
+    assert (tmp_path / "log").read_bytes().rstrip(b"\0") == frame(1, 0, RECORD)
 
 
 @given(st.binary(max_size=2000), st.integers(0, 300), st.integers(0, 2**32 - 1))
@@ -104,7 +114,7 @@ def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
     with opened(tmp_path / "log") as fd:
         for number in range(50):
             assert not rings(writer)
-            writer.begin(fd, open_frame(number, 0), [b"record"])
+            writer.begin(fd, open_frame(number, 0), log(RECORD))
             assert rings(writer, within=30)
             writer.finish()
         assert not rings(writer)
@@ -113,7 +123,7 @@ def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
 def test_a_failure_is_reported_once(writer: Writer, tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
-        writer.begin(full, open_frame(1, 0), [b"record"])
+        writer.begin(full, open_frame(1, 0), log(RECORD))
         assert rings(writer, within=30)
         with pytest.raises(OSError, match="No space left") as caught:
             writer.finish()
@@ -121,18 +131,18 @@ def test_a_failure_is_reported_once(writer: Writer, tmp_path: Path) -> None:
     finally:
         os.close(full)
     with opened(tmp_path / "log") as fd:
-        writer.begin(fd, open_frame(2, 0), [b"record"])
+        writer.begin(fd, open_frame(2, 0), log(RECORD))
         writer.finish()
-    assert (tmp_path / "log").read_bytes() == frame(2, 0, b"record")
+    assert (tmp_path / "log").read_bytes() == frame(2, 0, RECORD)
 
 
 def test_a_sync_that_fails_is_reported(writer: Writer) -> None:
     reader, end = os.pipe()
     try:
-        writer.begin(end, open_frame(1, 0), [b"record"])  # a pipe can be written to, and not synced
+        writer.begin(end, open_frame(1, 0), log(RECORD))  # a pipe can be written to, and not synced
         with pytest.raises(OSError, match="Invalid argument"):
             writer.finish()
-        assert os.read(reader, 1000) == frame(1, 0, b"record")
+        assert os.read(reader, 1000) == frame(1, 0, RECORD)
     finally:
         os.close(reader)
         os.close(end)
@@ -143,7 +153,7 @@ def test_a_write_that_stops_half_way_is_reported(writer: Writer, tmp_path: Path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with opened(tmp_path / "log") as fd:
-            writer.begin(fd, open_frame(1, 0), [b"r" * 2000])
+            writer.begin(fd, open_frame(1, 0), log(change(b"k", bytes(2000))))
             with pytest.raises(OSError, match="File too large"):
                 writer.finish()
     finally:
@@ -155,26 +165,36 @@ def test_one_batch_at_a_time(writer: Writer, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nothing to finish"):
         writer.finish()
     with opened(tmp_path / "log") as fd:
-        writer.begin(fd, open_frame(1, 0), [])
+        writer.begin(fd, open_frame(1, 0), log())
         with pytest.raises(RuntimeError, match="at work"):
-            writer.begin(fd, open_frame(2, 0), [])
+            writer.begin(fd, open_frame(2, 0), log())
         writer.finish()
         with pytest.raises(ValueError, match="32 bytes"):
-            writer.begin(fd, b"short", [])
-        with pytest.raises(TypeError, match="bytes"):
-            writer.begin(fd, open_frame(2, 0), [b"record", bytearray(b"another")])  # type: ignore[list-item]
+            writer.begin(fd, b"short", log())
+        with pytest.raises(TypeError, match="Log"):
+            writer.begin(fd, open_frame(2, 0), [RECORD])  # type: ignore[arg-type]
     assert (tmp_path / "log").read_bytes() == frame(1, 0, b"")
 
 
+def test_a_log_that_is_being_written_takes_no_records(writer: Writer, tmp_path: Path) -> None:
+    batch = log(RECORD)
+    with opened(tmp_path / "log") as fd:
+        writer.begin(fd, open_frame(1, 0), batch)
+        with pytest.raises(RuntimeError, match="being written"):
+            batch.append(RECORD)
+        writer.finish()
+    assert list(batch) == [RECORD]
+
+
 def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
-    batch = [os.urandom(1000) for _ in range(20_000)]
+    batch = [change(b"%d" % number, os.urandom(1000)) for number in range(20_000)]
     with opened(tmp_path / "log") as fd:
         writer: Writer = compiled.writer()
-        writer.begin(fd, open_frame(1, 0), batch)
+        writer.begin(fd, open_frame(1, 0), log(*batch))
         writer.close()
         writer.close()
         with pytest.raises(RuntimeError, match="closed"):
-            writer.begin(fd, open_frame(2, 0), [])
+            writer.begin(fd, open_frame(2, 0), log())
     assert (tmp_path / "log").read_bytes() == frame(1, 0, b"".join(batch))
 
 
@@ -186,9 +206,9 @@ def test_letting_go_of_it_ends_its_thread(tmp_path: Path) -> None:
     with opened(tmp_path / "log") as fd:
         writers: list[Writer] = [compiled.writer() for _ in range(5)]
         for writer in writers:
-            writer.begin(fd, open_frame(1, 0), [b"record"])
+            writer.begin(fd, open_frame(1, 0), log(RECORD))
         del writer
         assert count() == before + 5
         writers.clear()
     assert count() == before
-    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"record") * 5
+    assert (tmp_path / "log").read_bytes() == frame(1, 0, RECORD) * 5

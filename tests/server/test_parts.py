@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upper import kernel
 from upper.errors import InvalidArguments
 from upper.model.values import Partition
 from upper.record.change import key_of, without_value
@@ -139,7 +140,7 @@ def test_what_waits_for_a_batch_happens_with_it_and_never_if_it_was_refused(tmp_
         happened: list[int] = []
         for ticket in (1, 2, 3):
             fanout.after(ticket, lambda ticket=ticket: happened.append(ticket))  # type: ignore[misc]
-        fanout.committed(Commit(1, []))
+        fanout.committed(Commit(1, kernel.Log()))
         fanout.refused(2)
-        fanout.committed(Commit(3, []))
+        fanout.committed(Commit(3, kernel.Log()))
         assert happened == [1, 3]

@@ -14,7 +14,9 @@ from upper.storage import BucketStore, StorageSettings
 
 QUIET = StorageSettings(compact=False)
 FUNCTIONS = (
-    "group",
+    "CommitGroups",
+    "Log",
+    "apply",
     "join",
     "latest",
     "reach",

@@ -11,7 +11,7 @@ in (`data`) may be bytes, a bytearray or a contiguous memoryview; anything else 
 
 All loops hold the interpreter's lock. The records of partitions are in memory that the cycle collector does
 not see (`RecordMap`), but a process that writes much should still raise its thresholds, as the node does,
-because lists of records (`pending`, chunks of a backfill) *are* visited.
+because lists of records (chunks of a backfill) *are* visited.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         CommitGroups,
         CopyProgress,
         Counts,
+        Log,
         RecordMap,
         RecordView,
         Table,
@@ -42,7 +43,6 @@ if TYPE_CHECKING or _WANTED == "plain":
         covered,
         crc32,
         events,
-        group,
         join,
         latest,
         reach,
@@ -63,6 +63,7 @@ else:
             CommitGroups,
             CopyProgress,
             Counts,
+            Log,
             RecordMap,
             RecordView,
             Table,
@@ -74,7 +75,6 @@ else:
             covered,
             crc32,
             events,
-            group,
             join,
             latest,
             reach,
@@ -96,6 +96,7 @@ else:
             CommitGroups,
             CopyProgress,
             Counts,
+            Log,
             RecordMap,
             RecordView,
             Table,
@@ -107,7 +108,6 @@ else:
             covered,
             crc32,
             events,
-            group,
             join,
             latest,
             reach,
@@ -144,7 +144,6 @@ __all__ = [
     "acknowledge",
     "covered",
     # lists of records
-    "group",
     "latest",
     # columns
     "columns",
@@ -160,6 +159,7 @@ __all__ = [
     "CopyProgress",
     "Counts",
     "Entry",
+    "Log",
     "RecordMap",
     "RecordView",
     "Table",

@@ -37,25 +37,31 @@ cdef object mark(int opcode, uint32_t partition, uint64_t end):
     return fact
 
 
-cdef int enter(Table part, const uint8_t *p, Py_ssize_t size, list pending, list expiring) except -1:
+cdef int enter(Table part, const uint8_t *p, Py_ssize_t size, Log pending, list expiring) except -1:
     """A change takes the last place in its partition."""
-    cdef int opcode = p[AT_OPCODE]
-    record = PyBytes_FromStringAndSize(<const char *> p, size)
-    put32(fresh(record) + AT_OPAQUE, 0)
-    PyList_Append(pending, record)
-    try:
+    cdef uint8_t *to
+    if size >= SHARED_VALUE:
+        record = PyBytes_FromStringAndSize(<const char *> p, size)
+        put32(fresh(record) + AT_OPAQUE, 0)
+        pending.reserve_record(record)
         map_put(&part.items.map, chars(record), size, <PyObject *> record)
-    except MemoryError:
-        pending.pop()
-        raise
+        pending.add(record)
+    else:
+        to = pending.reserve(size)
+        memcpy(to, p, size)
+        put32(to + AT_OPAQUE, 0)
+        map_put(&part.items.map, to, size, NULL)
+        pending.took(size, size)
     part.high = get64(p + AT_SEQNO)
-    if opcode == MUTATION and get32(p + AT_EXPIRATION):
+    if p[AT_OPCODE] == MUTATION and get32(p + AT_EXPIRATION):
+        record = PyBytes_FromStringAndSize(<const char *> p, size)
+        put32(fresh(record) + AT_OPAQUE, 0)
         PyList_Append(expiring, record)
     return 0
 
 
 def apply(
-    data, Py_ssize_t start, list tables not None, bytearray inside not None, list pending not None, bytearray ends not None
+    data, Py_ssize_t start, list tables not None, bytearray inside not None, Log pending not None, bytearray ends not None
 ):
     cdef Py_buffer view
     cdef const uint8_t *base
@@ -109,7 +115,7 @@ def apply(
                 break
             elif several > 1 and high - part.high != <uint64_t> several:
                 facts = marked = True
-                PyList_Append(pending, mark(SNAPSHOT_START, partition, high))
+                pending.append(mark(SNAPSHOT_START, partition, high))
             changes += several
             while at < past:
                 if at >= seen:
@@ -121,7 +127,7 @@ def apply(
             if state == BETWEEN:
                 at += HEADER_SIZE
                 if marked:
-                    PyList_Append(pending, mark(SNAPSHOT_END, partition, 0))
+                    pending.append(mark(SNAPSHOT_END, partition, 0))
                 if several:
                     used = PyByteArray_GET_SIZE(ends)
                     PyByteArray_Resize(ends, used + 10)

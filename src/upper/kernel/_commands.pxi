@@ -30,7 +30,7 @@ cdef bint number_of(const uint8_t *text, Py_ssize_t length, uint64_t *number) no
 
 
 cdef Py_ssize_t count(
-    Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to, object clock
+    Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to, object clock
 ) except? -1:
     """INCREMENT and DECREMENT."""
     cdef uint64_t delta = get64(asked.p + HEADER_SIZE), number = get64(asked.p + HEADER_SIZE + 8)
@@ -74,7 +74,7 @@ cdef Py_ssize_t count(
     return used + 8
 
 
-cdef Py_ssize_t extend(Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to) except? -1:
+cdef Py_ssize_t extend(Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to) except? -1:
     """APPEND and PREPEND."""
     cdef Py_ssize_t held = asked.length - MUTATION_HEAD - asked.klen, more = asked.total - asked.klen
     cdef uint8_t *value
@@ -97,7 +97,7 @@ cdef Py_ssize_t extend(Turn *turn, Request *asked, Table part, list pending, lis
 
 
 cdef Py_ssize_t touch(
-    Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to, object clock
+    Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to, object clock
 ) except? -1:
     """TOUCH, and GAT in all its forms."""
     cdef bint shown = asked.opcode == GATK or asked.opcode == GATKQ
@@ -123,7 +123,7 @@ cdef Py_ssize_t touch(
 
 
 cdef Py_ssize_t lock(
-    Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to, object clock
+    Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to, object clock
 ) except? -1:
     """GET_LOCKED."""
     cdef uint32_t wanted = 0
@@ -141,7 +141,7 @@ cdef Py_ssize_t lock(
     return hit(to, asked.p, asked.opcode, asked.key, asked.klen, False, chars(record), asked.length, 0, turn.cas)
 
 
-cdef Py_ssize_t unlock(Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to) except? -1:
+cdef Py_ssize_t unlock(Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to) except? -1:
     """UNLOCK_KEY."""
     if asked.extras or asked.total != asked.klen or not asked.locked or asked.cas != get64(asked.record + AT_CAS):
         return LEFT
@@ -151,7 +151,7 @@ cdef Py_ssize_t unlock(Turn *turn, Request *asked, Table part, list pending, lis
 
 
 cdef Py_ssize_t change_in_place(
-    Turn *turn, Request *asked, Table part, list pending, list expiring, uint8_t *to, object clock, bint reads
+    Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to, object clock, bint reads
 ) except? -1:
     """Run one of these commands: the bytes of its response, or LEFT, and nothing has happened."""
     cdef int opcode = asked.opcode

@@ -2,6 +2,7 @@
 from upper.kernel.plain import CommitGroups as CommitGroups
 from upper.kernel.plain import CopyProgress as CopyProgress
 from upper.kernel.plain import Counts as Counts
+from upper.kernel.plain import Log as Log
 from upper.kernel.plain import RecordMap as RecordMap
 from upper.kernel.plain import RecordView as RecordView
 from upper.kernel.plain import Table as Table
@@ -13,7 +14,6 @@ from upper.kernel.plain import columns as columns
 from upper.kernel.plain import covered as covered
 from upper.kernel.plain import crc32 as crc32
 from upper.kernel.plain import events as events
-from upper.kernel.plain import group as group
 from upper.kernel.plain import join as join
 from upper.kernel.plain import latest as latest
 from upper.kernel.plain import reach as reach

@@ -14,11 +14,10 @@ from cpython.exc cimport PyErr_Clear
 from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
-from cpython.sequence cimport PySequence_Fast_ITEMS
 from libc.math cimport NAN, isnan
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 import os
 
@@ -498,26 +497,6 @@ def replay(data, Py_ssize_t start, Py_ssize_t end, list tables not None, highs):
 
 # ── Lists of records ──────────────────────────────────────────────────────────────────────────────
 
-def group(list records not None):
-    cdef dict groups = {}
-    cdef list members = None
-    cdef int partition, last = -1
-    for record in records:
-        if not PyBytes_Check(record):
-            raise TypeError(f"a record is bytes, not {type(record).__name__}")
-        if PyBytes_GET_SIZE(record) < HEADER_SIZE:
-            raise packets.short(PyBytes_GET_SIZE(record))
-        partition = get16(chars(record) + AT_PARTITION)
-        if partition != last:
-            members = groups.get(partition)
-            if members is None:
-                members = []
-                groups[partition] = members
-            last = partition
-        members.append(record)
-    return groups
-
-
 def latest(list records not None):
     cdef dict newest = {}
     cdef Py_ssize_t number = 0, begin, length
@@ -546,6 +525,7 @@ def latest(list records not None):
 # ── The rest of this module, a file for each of its large parts ───────────────────────────────────
 
 include "_map.pxi"
+include "_log.pxi"
 include "_run.pxi"
 include "_commands.pxi"
 include "_apply.pxi"

@@ -45,6 +45,7 @@ cdef extern from "_map.h":
     const uint8_t *cell_record(const uint8_t *c)
     size_t cell_record_length(const uint8_t *c)
     PyObject *cell_object(const uint8_t *c)
+    void cell_set_object(uint8_t *c, PyObject *object)
     int cell_is_deletion(const uint8_t *c)
 
 memcpy(map_secret, chars(os.urandom(16)), 16)

@@ -114,15 +114,15 @@ cdef struct Request:
     bint live, locked
 
 
-cdef int enlist(Turn *turn, Request *asked, Table part, object record, list pending, list expiring) except -1:
+cdef int enlist(Turn *turn, Request *asked, Table part, object record, Log pending, list expiring) except -1:
     """A record, made but for its seqno, takes the last place in its partition."""
     cdef uint8_t *to = fresh(record)
     put64(to + AT_SEQNO, part.high + 1)
-    PyList_Append(pending, record)
+    pending.reserve_record(record)
     if map_try_put_at(&part.items.map, to, PyBytes_GET_SIZE(record), <PyObject *> record, asked.tag, asked.found):
         PyErr_Clear()
-        pending.pop()
         raise MemoryError
+    pending.add(record)
     part.high += 1
     turn.made += PyBytes_GET_SIZE(record)
     if to[AT_OPCODE] == MUTATION and get32(to + AT_EXPIRATION):
@@ -130,7 +130,7 @@ cdef int enlist(Turn *turn, Request *asked, Table part, object record, list pend
     return 0
 
 
-cdef int put(Turn *turn, Request *asked, Table part, object record, list pending, list expiring) except -1:
+cdef int put(Turn *turn, Request *asked, Table part, object record, Log pending, list expiring) except -1:
     """The same with the next revision of its key. The record has the CAS that follows the last one."""
     put64(fresh(record) + AT_REVISION, get64(asked.record + AT_REVISION) + 1 if asked.record != NULL else 1)
     enlist(turn, asked, part, record, pending, expiring)
@@ -244,7 +244,7 @@ cdef inline Py_ssize_t hit(
 
 
 def run(
-    data, Py_ssize_t start, list table not None, clock, list pending not None, bytearray out not None, *,
+    data, Py_ssize_t start, list table not None, clock, Log pending not None, bytearray out not None, *,
     Py_ssize_t limit=layout.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
     bint routed=False, bint tokens=False, bint json=False, bint reads=True, bint writes=True,
     uint32_t longest_lock=DEFAULT_LOCK, list expiring=None, Counts counts=None,
@@ -437,14 +437,15 @@ def run(
     return at, waits or turn.made > 0, turn.made
 
 
-def touched(list records not None, list tables not None, uint64_t batch):
+def touched(Log records not None, list tables not None, uint64_t batch):
     cdef list found = []
     cdef Table table
-    cdef Py_ssize_t last = -1, partition
-    for record in records:
-        if not PyBytes_Check(record) or PyBytes_GET_SIZE(record) < HEADER_SIZE:
-            raise packets.short(len(record))
-        partition = get16(chars(record) + AT_PARTITION)
+    cdef Py_ssize_t at = FRAME_HEAD, last = -1, partition
+    cdef const uint8_t *c
+    while at < records.used:
+        c = records.data + at
+        at += cell_length(c)
+        partition = get16(c + AT_PARTITION)
         if partition == last:
             continue
         if partition >= PyList_GET_SIZE(tables):

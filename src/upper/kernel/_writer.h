@@ -1,9 +1,10 @@
 /* Writing a batch beside the interpreter; part of _compiled.pyx, by way of _writer.pxi.
  *
  * A thread of Python's needs the interpreter's lock before its first system call and after its last, and where another
- * thread is busy it may wait for that longer than for the disk. This one never needs it. It copies the records of a batch
- * behind the head of their frame, seals the frame with its checksum, writes and syncs; then it rings: a byte arrives on a
- * pipe that the loop watches. The caller keeps the records, unchanged, until they are written. */
+ * thread is busy it may wait for that longer than for the disk. This one never needs it. It seals the frame of a batch
+ * with its checksum, writes and syncs; then it rings: a byte arrives on a pipe that the loop watches. The frame is the log of
+ * the batch as it is, or, where that refers to large records, a copy with them in their places. The caller keeps the log,
+ * unchanged, until it is written. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -19,10 +20,10 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int state, fd, bell, error;
-    PyObject **records; /* bytes, all of them */
-    Py_ssize_t count;
+    uint8_t *frame; /* with room for its head, then cells as _map.h has them */
+    size_t used;    /* bytes of it */
     uint8_t head[32];
-    size_t size; /* of the frame */
+    size_t size; /* of the frame with every record in its place */
     size_t zeros; /* bytes of them to be written behind it */
     uint8_t *buffer;
     size_t room; /* in the buffer */
@@ -40,7 +41,8 @@ static void upper_write_zeros(int fd, size_t size) {
     }
 }
 
-static int upper_write_batch(upper_writer *w) {
+/* The frame with its large records. */
+static int upper_gather(upper_writer *w) {
     if (w->room < w->size || w->room > w->size + (64u << 20)) {
         size_t room = w->size + w->size / 2;
         uint8_t *larger = realloc(w->buffer, room);
@@ -48,17 +50,26 @@ static int upper_write_batch(upper_writer *w) {
         w->buffer = larger;
         w->room = room;
     }
-    uint8_t *to = w->buffer;
-    memcpy(to, w->head, sizeof w->head);
-    to += sizeof w->head;
-    for (Py_ssize_t i = 0; i < w->count; i++) {
-        size_t size = (size_t)PyBytes_GET_SIZE(w->records[i]);
-        memcpy(to, PyBytes_AS_STRING(w->records[i]), size);
+    uint8_t *to = w->buffer + sizeof w->head;
+    for (size_t at = sizeof w->head; at < w->used; at += cell_length(w->frame + at)) {
+        size_t size = cell_record_length(w->frame + at);
+        memcpy(to, cell_record(w->frame + at), size);
         to += size;
     }
-    put32(w->buffer + 4, crc_of(w->buffer + 8, w->size - 8));
+    return 0;
+}
+
+static int upper_write_batch(upper_writer *w) {
+    uint8_t *frame = w->frame;
+    if (w->used != w->size) {
+        int error = upper_gather(w);
+        if (error) return error;
+        frame = w->buffer;
+    }
+    memcpy(frame, w->head, sizeof w->head);
+    put32(frame + 4, crc_of(frame + 8, w->size - 8));
     for (size_t done = 0; done < w->size;) {
-        ssize_t n = write(w->fd, w->buffer + done, w->size - done);
+        ssize_t n = write(w->fd, frame + done, w->size - done);
         if (n < 0 && errno != EINTR) return errno;
         if (n > 0) done += (size_t)n;
     }

@@ -3,9 +3,8 @@
 cdef extern from "_writer.h":
     ctypedef struct upper_writer:
         int fd, bell, error
-        PyObject **records
-        Py_ssize_t count
-        size_t size, zeros
+        uint8_t *frame
+        size_t used, size, zeros
         uint8_t head[32]
     int upper_writer_start(upper_writer *w)
     void upper_writer_begin(upper_writer *w)
@@ -18,7 +17,7 @@ cdef class Writer:
     cdef upper_writer writer
     cdef bint runs
     cdef int bell
-    cdef list records  # of the batch that it has, else None
+    cdef Log records  # of the batch that it has, else None
 
     def __cinit__(self):
         self.bell, self.writer.bell = os.pipe()
@@ -37,31 +36,27 @@ cdef class Writer:
     def fileno(self):
         return self.bell
 
-    def begin(self, int fd, bytes head not None, list records not None, size_t zeros=0):
+    def begin(self, int fd, bytes head not None, Log records not None, size_t zeros=0):
         """Write these records as one frame: `head`, with their length and the checksum filled in, and they. Its size.
 
         `zeros`: as many bytes of them are written behind it, if there is room; the position of `fd` is before them."""
-        cdef Py_ssize_t size = 0
         if not self.runs:
             raise RuntimeError("the writer is closed")
         if self.records is not None:
             raise RuntimeError("the writer is at work")
         if PyBytes_GET_SIZE(head) != 32:
             raise ValueError("a frame's head has 32 bytes")
-        for record in records:
-            if not PyBytes_Check(record):
-                raise TypeError("a record is bytes")
-            size += PyBytes_GET_SIZE(record)
+        records.reserve(0)
+        records.sealed = True
         self.records = records
-        memcpy(self.writer.head, chars(head), 32)
-        put64(self.writer.head + 16, size)
+        memcpy(self.writer.head, chars(head), FRAME_HEAD)
+        put64(self.writer.head + 16, records.bytes)
         self.writer.fd = fd
-        self.writer.records = PySequence_Fast_ITEMS(records)
-        self.writer.count = PyList_GET_SIZE(records)
-        self.writer.size = 32 + size
+        self.writer.frame, self.writer.used = records.data, records.used
+        self.writer.size = FRAME_HEAD + records.bytes
         self.writer.zeros = zeros
         upper_writer_begin(&self.writer)
-        return 32 + size
+        return FRAME_HEAD + records.bytes
 
     def finish(self):
         """Wait until it is done. An OSError says that the batch is not on disk."""

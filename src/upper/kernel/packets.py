@@ -32,6 +32,7 @@ Columns: TypeAlias = dict[str, tuple[bytes | None, ...]]
 
 MAX_RANGE: Final = (1 << 31) - 1  # Arrow counts the bytes of a binary column in 31 bits
 NOT_FOUND: Final = b"Not found"
+LOGGED: Final = range(0x50, 0x70)  # opcodes of what a batch may hold
 # Where a replica stream is, for `apply`. Any other number: its next packet needs the caller.
 BETWEEN: Final = 0  # snapshots: the copy is consistent
 INSIDE: Final = 1  # a snapshot whose beginning the journal has
@@ -73,6 +74,15 @@ def check_record(record: bytes) -> None:
     if not isinstance(record, bytes):
         raise TypeError(f"a record is bytes, not {type(record).__name__}")
     if len(record) < HEADER_SIZE:
+        raise short(len(record))
+
+
+def check_packet(record: bytes) -> None:
+    """A record is one whole packet with an opcode of streams or of the journal's facts."""
+    check_record(record)
+    magic, opcode, key, extras, total, _ = SHAPE.unpack_from(record)
+    sound = magic == REQUEST and opcode in LOGGED
+    if not sound or HEADER_SIZE + total != len(record) or extras + key > total:
         raise short(len(record))
 
 

@@ -29,8 +29,8 @@ from upper.kernel.plain_columns import to_arrow as to_arrow
 from upper.kernel.plain_events import events as events
 from upper.kernel.plain_fanout import CommitGroups as CommitGroups
 from upper.kernel.plain_fanout import TailProgress as TailProgress
-from upper.kernel.plain_fanout import group as group
 from upper.kernel.plain_fanout import latest as latest
+from upper.kernel.plain_log import Log as Log
 from upper.kernel.plain_map import RecordMap as RecordMap
 from upper.kernel.plain_map import RecordView as RecordView
 from upper.kernel.plain_run import Counts as Counts

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from upper.kernel.packets import BETWEEN, INSIDE, Buffer, solid, within
+from upper.kernel.plain_log import Log
 from upper.kernel.plain_run import Table
 from upper.record.change import snapshot_end, snapshot_start
 from upper.record.layout import (
@@ -48,7 +49,7 @@ def apply(
     start: int,
     tables: Sequence[Table | None],
     inside: bytearray,
-    pending: list[bytes],
+    pending: Log,
     ends: bytearray,
 ) -> tuple[int, int, int, bool, list[bytes]]:
     """Apply the changes of replica streams, whose opaques are the numbers of their partitions.
@@ -91,7 +92,7 @@ def apply(
                 break
             if len(found) > 1 and found[-1][4] - table.high != len(found):
                 facts = marked = True
-                pending.append(snapshot_start(opaque, found[-1][4]))
+                pending.take(snapshot_start(opaque, found[-1][4]))
             at = past + HEADER_SIZE
         elif inside[opaque] == INSIDE:
             found = list(_changes(data, at, opaque, table.high))
@@ -104,14 +105,14 @@ def apply(
             record = b"".join((data[begin : begin + AT_OPAQUE], NO_OPAQUE, data[begin + AT_CAS : past]))
             table.items.put(record)
             table.high = seqno
-            pending.append(record)
+            pending.take(record)
             highest = max(highest, cas)
             if opcode == MUTATION and record[AT_EXPIRATION:AT_LOCK_TIME] != NO_EXPIRATION:
                 expiring.append(record)
         changes += len(found)
         if inside[opaque] == BETWEEN:
             if marked:
-                pending.append(snapshot_end(opaque))
+                pending.take(snapshot_end(opaque))
             if found:
                 ends += ACKNOWLEDGED.pack(opaque, table.high)
     return at, changes, highest, facts, expiring

@@ -10,6 +10,7 @@ from struct import Struct
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from upper.kernel.packets import NOT_FOUND
+from upper.kernel.plain_log import Log
 from upper.record.layout import (
     AT_CAS,
     AT_DATA_TYPE,
@@ -120,7 +121,7 @@ class Turn:
     def __init__(
         self,
         clock: Clock,
-        pending: list[bytes],
+        pending: Log,
         expiring: list[bytes],
         limit: int,
         longest_lock: int,
@@ -182,7 +183,7 @@ class Turn:
         head = HEAD.pack(REQUEST, opcode, key, extras, kind, partition, body, 0, cas, seqno, revision)
         record = head + rest
         store.items.put(record)
-        self.pending.append(record)
+        self.pending.take(record)
         store.high = seqno
         self.made += len(record)
         if opcode == MUTATION and record[AT_EXPIRATION:AT_LOCK_TIME] != NO_EXPIRATION:

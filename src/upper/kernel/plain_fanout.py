@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from upper.kernel.packets import check_record, not_ours, short
+from upper.kernel.plain_log import Log
 from upper.kernel.plain_run import Table
 from upper.record.layout import (
     AT_CAS,
@@ -51,8 +52,8 @@ class CommitGroups:
 
     __slots__ = ("_counted", "_groups", "_tails")
 
-    def __init__(self, records: list[bytes], tails: Sequence[TailProgress]) -> None:
-        self._groups, self._tails = group(records), tails
+    def __init__(self, records: Log, tails: Sequence[TailProgress]) -> None:
+        self._groups, self._tails = _group(records), tails
         self._counted: dict[int, tuple[int, int]] = {}
         for partition in self._groups:
             if partition >= len(tails):
@@ -116,11 +117,10 @@ def _sent(record: bytes, opaque: int) -> bytes:
     return b"".join((record[:AT_OPAQUE], U32.pack(opaque), record[AT_CAS:]))
 
 
-def group(records: list[bytes]) -> dict[int, list[bytes]]:
+def _group(records: Log) -> dict[int, list[bytes]]:
     """The records of each partition, in their order."""
     groups: dict[int, list[bytes]] = {}
     for record in records:
-        check_record(record)
         partition = record[AT_PARTITION] << 8 | record[AT_PARTITION + 1]
         if partition in groups:
             groups[partition].append(record)

@@ -23,6 +23,7 @@ from upper.kernel.plain_commands import (
     deadline,
 )
 from upper.kernel.plain_commands import Clock as Clock
+from upper.kernel.plain_log import Log
 from upper.kernel.plain_map import RecordMap
 from upper.model.values import partition_of
 from upper.record.layout import (
@@ -122,7 +123,7 @@ def run(
     start: int,
     table: Sequence[Table | None],
     clock: Clock,
-    pending: list[bytes],
+    pending: Log,
     out: bytearray,
     *,
     limit: int = MAX_VALUE,
@@ -278,7 +279,7 @@ def run(
 # ── Batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def touched(records: list[bytes], tables: Sequence[Table], batch: int) -> list[tuple[Table, int]]:
+def touched(records: Log, tables: Sequence[Table], batch: int) -> list[tuple[Table, int]]:
     """The partitions that these records belong to, each once, with the seqno that it has reached.
 
     Each of them notes that this batch, which must be a new one, has something of it.

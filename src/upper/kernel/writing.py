@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from upper.kernel.plain_log import Log
+
 
 class Writer(Protocol):
     """Writes one batch at a time, in a thread that never needs the interpreter."""
 
-    def begin(self, fd: int, head: bytes, records: list[bytes], zeros: int = 0) -> int:
+    def begin(self, fd: int, head: bytes, records: Log, zeros: int = 0) -> int:
         """Write a frame to a file, and sync it. Returns how many bytes that will be.
 
         The frame is `head`, 32 bytes in which the length of the payload (u64 at 16) and the CRC of
-        everything behind it (u32 at 4) are filled in, and then the records. The list must not change
-        before `finish`. Behind the frame go `zeros` bytes of zero, if there is room for them; the position
+        everything behind it (u32 at 4) are filled in, and then the records. The log takes no records
+        from here on. Behind the frame go `zeros` bytes of zero, if there is room for them; the position
         of `fd` is before them.
         """
         ...

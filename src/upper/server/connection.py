@@ -337,7 +337,7 @@ class Connection(AnsweringConnection):
 
     def _handle(self, row: Command, head: Header, data: bytes, at: int, options: RequestOptions) -> Result:
         pending = self.node.bucket.pending
-        known = len(pending)
+        known = pending.size
         try:
             call = row.call(self, head, data, at, options)
             if options.durability is None:
@@ -355,8 +355,8 @@ class Connection(AnsweringConnection):
                 )
             return result
         finally:
-            if pending is self.node.bucket.pending and len(pending) > known:
-                self._changed += sum(map(len, pending[known:]))
+            if pending is self.node.bucket.pending:
+                self._changed += pending.size - known
 
     async def _when_open(
         self, opened: asyncio.Future[None], row: Command, head: Header, packet: bytes, options: RequestOptions

@@ -305,7 +305,7 @@ class Node:
 
     def back_to_disk(self, fanout: Fanout, commit: Commit) -> None:
         """A batch will never be on disk: its partitions are read from disk again, and streams begin anew."""
-        for number in kernel.group(commit.records):
+        for number in sorted(commit.records.partitions()):
             store = self.bucket.partitions[number]
             self.end_streams(store, fanout)
             fanout.reset(store.id)

@@ -79,7 +79,7 @@ class BucketStore:
             for number in range(identity.partitions)
         ]
         self.table: list[PartitionStore | None] = [None] * identity.partitions
-        self.pending: list[bytes] = []
+        self.pending = kernel.Log()
         self.expiring: list[bytes] = []  # records of `kernel.run` that `watch_expirations` has not seen
         self.facts_pending = False  # some of them are metadata that streams do not carry
         self.ticket = 1
@@ -154,7 +154,7 @@ class BucketStore:
                 error = opening.not_writable(self.directory, error, hope=hope)
             self.failed = error
             log.error("bucket %s: %s", self.name, self.failed)
-        self.pending = []
+        self.pending = kernel.Log()
         self.table[:] = [None] * len(self.table)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class BucketStore:
     def abandon(self) -> None:
         """Release everything as a crash would: nothing more is written. For tests."""
         self.closed = True
-        self.pending = []
+        self.pending = kernel.Log()
         if self._timer is not None:
             self._timer.cancel()
         self.compactor.close(wait=True)
@@ -286,7 +286,7 @@ class BucketStore:
             return
         if self.compactor.stalls and not now:
             return  # the compactor calls `kick` when space is free
-        handed, self.pending = self.pending, []
+        handed, self.pending = self.pending, kernel.Log()
         self._half = len(handed) // 2
         reached = kernel.touched(handed, self.partitions, self.ticket)
         segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
@@ -363,7 +363,7 @@ class BucketStore:
             raise self.failed
 
     def _fail(self, batch: JournalBatch, error: OSError) -> None:
-        rest, self.pending = self.pending, []
+        rest, self.pending = self.pending, kernel.Log()
         self.only_read(error)
         self.compactor.cancel()
         if self.settings.durability is Durability.MEMORY:
@@ -372,13 +372,13 @@ class BucketStore:
                 self.acknowledged = self.ticket
                 reached = kernel.touched(rest, self.partitions, self.ticket)
                 self.releases.note(reached)
-                self.releases.publish(Commit(self.ticket, records.changes_only(rest)), reached)
+                self.releases.publish(Commit(self.ticket, rest.changes()), reached)
         else:
-            touched = records.partitions_in([*batch.records, *rest])
-            self.recovery.read_again([self.partitions[number] for number in touched])
+            touched = batch.records.partitions() | rest.partitions()
+            self.recovery.read_again([self.partitions[number] for number in sorted(touched)])
             self.releases.publish(Commit(batch.ticket, batch.streamed, self.failed), [])
             if rest:
-                self.releases.publish(Commit(self.ticket, records.changes_only(rest), self.failed), [])
+                self.releases.publish(Commit(self.ticket, rest.changes(), self.failed), [])
         self.ticket += bool(rest)
         self.rollbacks.written()
         self._resolve()

@@ -89,7 +89,7 @@ class Journal:
         return self._fd < 0 or not self.segments or self.segments[-1].file.size >= segment_size
 
     def start(
-        self, writer: kernel.Writer, number: int, clock: int, batch: list[bytes], *, segment_size: int
+        self, writer: kernel.Writer, number: int, clock: int, batch: kernel.Log, *, segment_size: int
     ) -> None:
         """The same as `append` to a segment that is not full, in the kernel's thread."""
         zeros = self._ahead(self._under_way, segment_size)  # the last one was about as long

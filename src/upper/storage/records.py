@@ -18,12 +18,11 @@ Facts stand only at the head of a partition's file. The numbers are not sent to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from struct import Struct
 from typing import Final, NamedTuple
 
 from upper.history.partition_state import Ownership
-from upper.model.values import BranchId, FailoverLog, Partition, Seqno, Version
+from upper.model.values import BranchId, FailoverLog, Seqno, Version
 from upper.record.change import StoredItem as StoredItem
 from upper.record.change import deletion as deletion
 from upper.record.change import item_of as item_of
@@ -37,11 +36,11 @@ from upper.record.change import settled as settled
 from upper.record.change import snapshot_end as snapshot_end
 from upper.record.change import snapshot_start as snapshot_start
 from upper.record.change import tail_of as tail_of
-from upper.record.layout import AT_BODY, AT_OPCODE, AT_PARTITION, HEADER, HEADER_SIZE, REQUEST, U64
 from upper.record.layout import CHANGES as CHANGES
 from upper.record.layout import DELETION as DELETION
 from upper.record.layout import EXPIRATION as EXPIRATION
 from upper.record.layout import FLUSH as FLUSH
+from upper.record.layout import HEADER, HEADER_SIZE, REQUEST, U64
 from upper.record.layout import MUTATION as MUTATION
 from upper.record.layout import SNAPSHOT_END as SNAPSHOT_END
 from upper.record.layout import SNAPSHOT_START as SNAPSHOT_START
@@ -127,15 +126,3 @@ def source_purged_in(packet: bytes) -> int | None:
 
 def facts_in(packet: bytes) -> PartitionCounts:
     return PartitionCounts(*_FACTS.unpack_from(packet, HEADER_SIZE))
-
-
-def changes_only(records: Iterable[bytes]) -> list[bytes]:
-    """What streams carry: changes and flushes, without the facts between them."""
-    return [record for record in records if MUTATION <= record[AT_OPCODE] <= FLUSH]
-
-
-def partitions_in(records: Iterable[bytes]) -> list[Partition]:
-    """The partitions that a batch touches."""
-    return [
-        Partition(pair[0] << 8 | pair[1]) for pair in {record[AT_PARTITION:AT_BODY] for record in records}
-    ]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 from upper import kernel
 from upper.errors import UpperError
-from upper.storage import records
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Commit(NamedTuple):
     """A batch that was written or released; with an error, one that was discarded."""
 
     ticket: int
-    records: list[bytes]  # changes and flushes, in order
+    records: kernel.Log  # changes and flushes, in order
     error: UpperError | None = None
 
 
@@ -103,7 +102,7 @@ class ReleaseQueue:
             waiting = {store.id for store, _ in held}
             self._reach([entry for entry in _stores(reached) if entry[0].id not in waiting], exposed=True)
         if not held and commit.error is None:
-            commit = commit._replace(records=[])  # of replicas, which have no consumers
+            commit = commit._replace(records=kernel.Log())  # of replicas, which have no consumers
             if self._queue and self._queue[-1].empty:
                 self._queue.pop()  # so that replicas do not fill the queue while nothing is released
         self._queue.append(Unreleased(commit, _tables(held)))
@@ -138,7 +137,7 @@ class ReleaseQueue:
                     self._reach(own, exposed=True)
                 else:
                     first = commit.ticket
-            rest = [one for one in commit.records if records.partition_of_record(one) != store.id]
+            rest = commit.records.without(store.id)
             kept = [entry for entry in held if entry[0] is not store]
             self._queue[place] = Unreleased(commit._replace(records=rest), kept)
         if first is not None:

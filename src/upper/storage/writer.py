@@ -15,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from upper import kernel
-from upper.storage import records
 from upper.storage.files import File
 from upper.storage.journal import Journal
 
@@ -25,15 +24,15 @@ class JournalBatch(NamedTuple):
 
     ticket: int
     clock: int
-    records: list[bytes]
+    records: kernel.Log
     reached: list[tuple[kernel.Table, int]]  # its partitions and their high seqnos
     segment_size: int
     has_facts: bool
 
     @property
-    def streamed(self) -> list[bytes]:
+    def streamed(self) -> kernel.Log:
         """The records that streams carry: all but metadata."""
-        return records.changes_only(self.records) if self.has_facts else self.records
+        return self.records.changes() if self.has_facts else self.records
 
 
 class BatchOutcome(NamedTuple):
@@ -49,7 +48,7 @@ class BatchOutcome(NamedTuple):
 def write(journal: Journal, batch: JournalBatch) -> BatchOutcome:
     """Write a batch in this thread, opening a new segment if one is due."""
     try:
-        payload = b"".join(batch.records)
+        payload = batch.records.payload()
         offset = journal.append(batch.ticket, batch.clock, payload, segment_size=batch.segment_size)
     except Exception as error:  # noqa: BLE001  every request waits for this batch
         refusal = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
