@@ -42,7 +42,7 @@ def test_both_kernels_have_the_same_functions() -> None:
     from upper.kernel import _compiled
 
     names = [name for name in upper.kernel.__all__ if inspect.isroutine(getattr(plain, name, None))]
-    assert len(names) == 19
+    assert {"apply", "join", "run", "scan"} <= set(names)
     for name in names:
         assert callable(getattr(_compiled, name))
 

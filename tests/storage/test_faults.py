@@ -205,7 +205,7 @@ def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
         await asyncio.sleep(0)
         bucket.partitions[1].write(b"nor this", b"v")
         for waiting in (first, bucket.saved()):
-            with pytest.raises(NotWritable, match="once there is room"):
+            with pytest.raises(NotWritable, match="once space is free"):
                 await waiting
         assert contents(bucket) == before
         with pytest.raises(NotWritable):
