@@ -6,7 +6,25 @@ import errno
 import os
 from pathlib import Path
 
-from upper.storage import Disk
+from upper import kernel
+from upper.storage import BucketStore, Disk
+
+
+def abandon(bucket: BucketStore) -> None:
+    """Release a bucket as the end of its process would: nothing more is written."""
+    bucket.closed = True
+    bucket.pending = kernel.Log()
+    if bucket._timer is not None:
+        bucket._timer.cancel()
+    bucket.compactor.close(wait=True)
+    bucket.rollbacks.close()
+    bucket.reader.close()
+    if bucket._writer is not None:
+        bucket._writer.close()
+        bucket._writer = None  # an outcome that arrives now is ignored
+    bucket.journal.close()
+    bucket.files.close()
+    os.close(bucket._lock)
 
 
 class Watched(Disk):

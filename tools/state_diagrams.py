@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import TypeVar
 
-from upper.history.machine import C, P, Table
+P = TypeVar("P", bound=StrEnum)
+C = TypeVar("C", bound=StrEnum)
 
 
-def diagram(table: Table[P, C], *, first: P) -> str:
+def diagram(table: Mapping[tuple[P, C], P], *, first: P) -> str:
     """The table as a Mermaid state diagram; cues that change nothing are in one note per phase."""
     lines = ["stateDiagram-v2", f"    [*] --> {_name(first)}"]
     stays: dict[P, list[C]] = {}

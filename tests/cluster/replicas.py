@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
+from tests.disks import abandon
 from upper.client.sockets import ConnectOptions
 from upper.client.url import Address
 from upper.cluster.active_copy import ActiveCopy
@@ -74,7 +75,7 @@ class Member:
             server.close()
         if self.node._ticker is not None:
             self.node._ticker.cancel()
-        self.bucket.abandon()
+        abandon(self.bucket)
         await asyncio.sleep(0)
 
     @property

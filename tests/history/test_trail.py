@@ -43,7 +43,7 @@ def test_nonsense_is_refused() -> None:
     for ends in ([5, 5], [5, 4], [0]):
         with pytest.raises(ValueError, match="snapshot ends grow"):
             Trail(LOG, [Seqno(end) for end in ends])
-    with pytest.raises(ValueError, match="without the failover log"):
+    with pytest.raises(ValueError, match="need the failover log"):
         Trail(None, [Seqno(5)])
     trail = Trail(LOG, [Seqno(5)])
     trail.reached(Seqno(5))

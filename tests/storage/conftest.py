@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.disks import abandon
 from upper import kernel
 from upper.storage import BucketStore, StorageSettings
 
@@ -89,7 +90,7 @@ def opened(directory: Path, wall: Wall) -> Iterator[Open]:
     yield open_it
     for bucket in buckets:
         if not bucket.closed:
-            bucket.abandon()
+            abandon(bucket)
 
 
 def fill(bucket: BucketStore, batches: int = 6) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disks import abandon
 from tests.storage.conftest import Open, contents, fill, flip
 from upper.errors import Corrupt, DirectoryInUse, StorageError, WrongVersion
 from upper.storage import BucketStore, StorageSettings
@@ -64,7 +65,7 @@ def damaged(
     if clean:
         bucket.close()
     else:
-        bucket.abandon()
+        abandon(bucket)
     return bucket, before
 
 
@@ -138,7 +139,7 @@ def test_a_batch_that_lacks_a_sector_was_never_acknowledged(opened: Open, direct
     for number in range(20):
         bucket.partitions[0].write(b"lost%d" % number, b"v" * 100)
     bucket.commit()
-    bucket.abandon()
+    abandon(bucket)
     data = bytearray(last.read_bytes())
     end = len(data.rstrip(b"\0"))
     assert end < len(data), "there are zeros ahead"
@@ -178,7 +179,7 @@ def test_a_segment_whose_header_never_arrived_is_no_fault(opened: Open, director
     bucket = opened()
     fill(bucket)
     before = contents(bucket)
-    bucket.abandon()
+    abandon(bucket)
     last = max((directory / "journal").iterdir())
     (directory / "journal" / f"{int(last.stem) + 1:08d}.log").write_bytes(bytes(size))
     assert list(check(directory)) == []

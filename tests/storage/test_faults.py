@@ -11,7 +11,7 @@ from threading import Event
 
 import pytest
 
-from tests.disks import Faulty, Short, Watched
+from tests.disks import Faulty, Short, Watched, abandon
 from tests.storage.conftest import QUIET, Open, contents, fill
 from upper.errors import Corrupt, NotWritable
 from upper.model.values import Seqno
@@ -205,7 +205,7 @@ def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
         await asyncio.sleep(0)
         bucket.partitions[1].write(b"nor this", b"v")
         for waiting in (first, bucket.saved()):
-            with pytest.raises(NotWritable, match="once space is free"):
+            with pytest.raises(NotWritable, match="once this is resolved"):
                 await waiting
         assert contents(bucket) == before
         with pytest.raises(NotWritable):
@@ -227,7 +227,7 @@ def test_a_node_whose_disk_was_full_goes_on_when_there_is_room(
     assert bucket.table == bucket.partitions
     after = [{**held, b"after": b"v"} for held in before]
     assert contents(bucket) == after
-    bucket.abandon()
+    abandon(bucket)
     assert list(check(directory)) == []
     again = opened()
     assert contents(again) == after

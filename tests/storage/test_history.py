@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.disks import abandon
 from tests.storage.conftest import QUIET, Open
 from upper.errors import LocalProtocolError
 from upper.history.partition_state import Ownership, StateCue
@@ -54,7 +55,7 @@ def test_an_unclean_end_branches_exactly_when_something_acknowledged_may_be_gone
     bucket.partitions[2].set_state(State.REPLICA)
     bucket.commit()
     logs = [store.log for store in bucket.partitions]
-    bucket.abandon()
+    abandon(bucket)
     bucket = opened(settings)
     lost = settings.durability is Durability.MEMORY
     assert (bucket.opening.clean, bucket.opening.branched) == (False, lost)
@@ -159,8 +160,8 @@ def test_what_a_replica_stores_is_its_own_partition_with_opaque_zero(opened: Ope
     foreign = bytearray(change(1))
     foreign[12:16] = b"opaq"
     store.apply([bytes(foreign)])
-    record = store.record(b"k")
-    assert record is not None
+    record = store.items.get(b"k")
+    assert isinstance(record, bytes)
     assert (record[12:16], record[6:8]) == (bytes(4), b"\0\3")
 
 
@@ -343,7 +344,7 @@ def test_a_takeover_that_a_restart_interrupts_leaves_the_copy_active_as_a_branch
     store.write(b"k", b"v")
     store.change_state(StateCue.HAND_OVER)
     bucket.commit()
-    bucket.abandon()
+    abandon(bucket)
     store = opened().partitions[0]
     assert store.ownership is Ownership.ACTIVE
     assert len(store.log) == 2

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.disks import abandon
 from tests.storage.conftest import Wall
 from upper.model.values import BranchId, Seqno, State
 from upper.storage import BucketStore, StorageSettings, records
@@ -197,7 +198,7 @@ class BucketMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        self.bucket.abandon()
+        abandon(self.bucket)
         self.model = [copy.clone() for copy in self.saved]
         self.bucket = self.open()
         assert not self.bucket.opening.branched, "nothing that was acknowledged is gone"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disks import Watched
+from tests.disks import Watched, abandon
 from tests.storage.conftest import Wall
 from upper.history.partition_state import Ownership
 from upper.model.values import BranchId, Seqno
@@ -199,7 +199,7 @@ def test_what_was_acknowledged_is_there_when_the_power_is_back(tmp_path: Path, w
         with suppress(PowerCut), ExitStack() as afterwards:
             settings = chance.choice((SETTINGS, ROOMY))
             bucket = BucketStore.open(root, settings, partitions=2, disk=disk, time_ns=wall)
-            afterwards.callback(bucket.abandon)
+            afterwards.callback(abandon, bucket)
             assert not bucket.opening.branched
             found = contents(bucket)
             assert any(

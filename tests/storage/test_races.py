@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Summarise
+from tests.disks import abandon
 from tests.storage.conftest import Open, Wall
 from tests.storage.test_faults import Full, until
 from upper.errors import NotWritable
@@ -107,7 +108,7 @@ def test_whatever_happens_at_once_a_partition_equals_its_history(
         asyncio.run(live(bucket, histories, chance, wall))
         histories.verify(bucket)
         runs += bucket.compactor.runs
-        (bucket.abandon if turn % 2 else bucket.close)()
+        abandon(bucket) if turn % 2 else bucket.close()
         assert list(check(directory)) == []
         bucket = opened(settings)
         assert not bucket.opening.branched
@@ -170,7 +171,7 @@ def test_a_disk_that_is_full_now_and_then_takes_back_only_what_was_never_saved(
     failures = 0
     for turn in range(4):
         failures += asyncio.run(live_on_a_full_disk(bucket, histories, chance, disk))
-        (bucket.abandon if turn % 2 else bucket.close)()
+        abandon(bucket) if turn % 2 else bucket.close()
         assert list(check(directory)) == []
         bucket = opened(settings, disk=disk)
         assert not bucket.opening.branched

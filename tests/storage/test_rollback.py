@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.disks import Watched
+from tests.disks import Watched, abandon
 from tests.storage.conftest import QUIET, Open, contents, fill
 from upper.errors import NotWritable, TemporaryFailure
 from upper.history.partition_state import Ownership
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed_at_any_step_leaves_both_or_neither(
             pass
         reached.append(disk.stopped_at)
         disk.left = None
-        bucket.abandon()
+        abandon(bucket)
         with BucketStore.open(directory, QUIET) as bucket:
             store = bucket.partitions[0]
             outcomes.add(store.high)
@@ -130,7 +130,7 @@ def test_a_disk_that_refuses_at_any_step_leaves_what_the_answer_states(
         assert (store.high, store.log.branch == BRANCH) == ((3, True) if happened else (6, False))
         store.write(b"after", b"v")
         bucket.commit()
-    bucket.abandon()
+    abandon(bucket)
     assert list(check(directory)) == []
     store = opened().partitions[0]
     assert (store.log.branch == BRANCH) == (b"k5" not in store.items)
@@ -218,7 +218,7 @@ def test_a_rollback_whose_batch_the_journal_refuses_does_not_begin(opened: Open)
             )
         assert (store.high, store.sealed) == (6, False)
         disk.full = False
-        bucket.abandon()
+        abandon(bucket)
 
     asyncio.run(run())
     assert opened(QUIET).partitions[0].high == 6

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from upper.client.bucket import Bucket
 
 T = TypeVar("T")
-READ = 1 << 20  # bytes asked of a socket at once
 LONGEST_WAIT = 60.0  # seconds
 CONNECT = 5.0  # seconds to open a connection
 

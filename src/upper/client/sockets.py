@@ -32,7 +32,7 @@ from upper.errors import (
 if TYPE_CHECKING:
     from asyncio.trsock import TransportSocket
 
-READ = 1 << 20  # bytes asked of a socket at once
+READ = 1 << 20  # bytes read from a socket at once
 SILENCE, PROBES = 60, 3  # seconds without a byte before the first keepalive probe, and how many probes
 NOT_CONNECTED = (Unreachable, Busy, TemporaryFailure)  # why a connection was not opened; others are final
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)

@@ -8,7 +8,6 @@ it. When it stops it first refuses requests, then ends its lease, then closes th
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Set
 from contextlib import suppress
@@ -36,8 +35,6 @@ from upper.server.main import Ready, described, prepare, run, stop, stop_signals
 from upper.server.node import Node
 from upper.server.settings import ServerSettings
 from upper.storage import BucketStore, StorageSettings
-
-log = logging.getLogger("upper.cluster")
 
 ASK = 0.3  # seconds that nodes have to report their progress before a failover
 

@@ -6,15 +6,9 @@ missing row is an error that names the phase and the cue.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import TypeAlias, TypeVar
 
 from upper.errors import LocalProtocolError, ProtocolError
-
-P = TypeVar("P", bound=StrEnum)
-C = TypeVar("C", bound=StrEnum)
-Table: TypeAlias = Mapping[tuple[P, C], P]
 
 
 def missing(

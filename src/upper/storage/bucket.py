@@ -184,22 +184,6 @@ class BucketStore:
             self.files.close()
             os.close(self._lock)
 
-    def abandon(self) -> None:
-        """Release everything as a crash would: nothing more is written. For tests."""
-        self.closed = True
-        self.pending = kernel.Log()
-        if self._timer is not None:
-            self._timer.cancel()
-        self.compactor.close(wait=True)
-        self.rollbacks.close()
-        self.reader.close()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None  # an outcome that arrives now is ignored
-        self.journal.close()
-        self.files.close()
-        os.close(self._lock)
-
     def __enter__(self) -> Self:
         return self
 

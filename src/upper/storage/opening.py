@@ -147,7 +147,7 @@ def _create(directory: Path, disk: Disk, identity: Identity) -> Identity:
 
 
 def not_writable(directory: Path, error: OSError, *, hope: bool) -> NotWritable:
-    then = "writes resume once space is free" if hope else "writes require a working disk and a restart"
+    then = "writes resume once this is resolved" if hope else "writes require a working disk and a restart"
     return NotWritable(
         f"{directory} cannot be written ({error.strerror or error}); reads continue, and {then}"
     )

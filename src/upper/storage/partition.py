@@ -80,10 +80,6 @@ class PartitionStore(PartitionCopy):
             record = self._fetch(entry)
         return None if record is None else records.item_of(record)
 
-    def record(self, key: bytes) -> bytes | None:
-        """The record of a live item, as it would be streamed."""
-        return self._live(key)
-
     def length(self, key: bytes) -> int:
         """Bytes of the record under a key, in memory or not; 0 if there is none."""
         entry = self.items.get(key) or b""

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 
 from tests.cluster.simulation.light_copy import LightCopy, Saved
+from tests.disks import abandon
 from tests.storage.test_power import PowerCut, Volatile
 from upper.cluster.replica_stream import common_seqno
 from upper.model.values import BranchId, FailoverLog, Seqno, Snapshot, State
@@ -61,8 +62,8 @@ class StoredCopy(LightCopy):
         super().append(*changes)
 
     def records(self, start: int, end: int) -> list[bytes]:
-        found = [self.store.record(b"%d" % change) for change in self.changes[start:end]]
-        return [record for record in found if record is not None]
+        found = [self.store.items.get(b"%d" % change) for change in self.changes[start:end]]
+        return [record for record in found if isinstance(record, bytes)]
 
     def end_batch(self) -> None:
         if self._writing is not None:
@@ -78,7 +79,7 @@ class StoredCopy(LightCopy):
                 self._disk.calls = NEVER if batch_survives else self._chance.randrange(6)
                 self._bucket.commit()
         self._writing = None
-        self._bucket.abandon()
+        abandon(self._bucket)
         before = self._place
         self._lives += 1
         self._disk.left(before, self._place, self._chance)
@@ -116,4 +117,4 @@ class StoredCopy(LightCopy):
 
     def close(self) -> None:
         if not self._bucket.closed:
-            self._bucket.abandon()
+            abandon(self._bucket)

@@ -24,7 +24,6 @@ from upper.model.values import Partition
 from upper.pipeline.target import Runner
 
 Mode = Literal["empty", "merge", "overwrite"]
-SHOWN = 3  # keys that a refusal names
 
 
 class NotEmpty(InvalidArguments):
