@@ -41,8 +41,10 @@ cdef extern from *:
     static inline void put64(uint8_t *p, uint64_t v) { put32(p, v >> 32); put32(p + 4, (uint32_t)v); }
     #if defined(__GNUC__)
     #define fetch_soon(p) __builtin_prefetch(p)
+    #define fetch_to_write(p) __builtin_prefetch(p, 1)
     #else
     #define fetch_soon(p) ((void)0)
+    #define fetch_to_write(p) ((void)0)
     #endif
     """
     uint16_t get16(const uint8_t *p) nogil

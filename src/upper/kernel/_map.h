@@ -280,13 +280,13 @@ typedef struct {
     uint64_t last;                        /* the highest seqno of an entry */
     uint32_t epoch, cleaned;              /* the epoch of deaths from here on; the block to be cleaned next */
     int died;                             /* something did, in this epoch */
+    uint32_t marked;                      /* how many `marks` there are */
     /* Places in the last block, so that a view of what is near the end need not walk all of it: cells that begin there, the
      * oldest first. There are none after anything else than a put has changed the chain. */
     struct {
         uint64_t seqno;
         uint32_t at;
     } marks[MARKS];
-    uint32_t marked;
 } upper_map;
 
 #define LOCATION_BITS (BLOCK_BITS + OFFSET_BITS)
@@ -352,33 +352,56 @@ static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length,
     return NULL;
 }
 
-/* Have the slot of a key, and after that its cell, on their way from memory. Always inlined: a compiler drops the call of a
- * function that only prefetches. */
+/* Have what a search or a put will need on its way from memory, in four steps: each reads what the one before it asked for,
+ * and is made for several keys before the next. Always inlined: a compiler drops the call of a function that only
+ * prefetches. */
 #if defined(__GNUC__)
 #define INLINED static inline __attribute__((always_inline))
 #else
 #define INLINED static inline
 #endif
-INLINED void map_fetch_slot(const upper_map *m, uint32_t tag) {
+INLINED void map_fetch(const upper_map *m, int put) {
+    const uint8_t *p = (const uint8_t *)m;
+    fetch_soon(p);
+    fetch_soon(p + 64);
+    if (!put) return;
+    fetch_soon(p + 128);
+    fetch_soon(p + 192);
+}
+
+INLINED void map_fetch_slot(const upper_map *m, uint32_t tag, int put) {
     if (m->count == 0) return;
     const map_index *index = map_part(m, tag);
     fetch_soon(index->slots + map_home(m, index, tag));
+    fetch_soon(m->by_id + 1);
+    if (put) fetch_soon(m->chain + m->blocks - 1);
 }
 
-INLINED void map_fetch_cell(const upper_map *m, uint32_t tag) {
+INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {
     if (m->count == 0) return;
     const map_index *index = map_part(m, tag);
     uint64_t at = map_home(m, index, tag);
+    if (put) fetch_soon(m->chain[m->blocks - 1]);
     for (int looked = 0; looked < 8 && index->slots[at]; looked++) {
         if (index->slots[at] >> LOCATION_BITS == tag) {
             const uint8_t *c = map_cell(m, index->slots[at]);
             fetch_soon(c);
             fetch_soon(c + 64);
-            fetch_soon(c + 128);
+            if (put) fetch_soon(map_block_of(m, index->slots[at]));
+            else fetch_soon(c + 128);
             return;
         }
         at = map_next(index, at);
     }
+}
+
+/* Of a put: the place of the new cell. */
+INLINED void map_fetch_end(const upper_map *m) {
+    if (m->blocks == 0) return;
+    const map_block *b = m->chain[m->blocks - 1];
+    fetch_to_write(b->cells + b->used);
+    fetch_to_write(b->cells + b->used + 64);
+    fetch_to_write(b->cells + b->used + 128);
 }
 
 /* The slot that refers to a cell which is alive. */

@@ -65,9 +65,11 @@ cdef Py_ssize_t look_ahead(
 ) except -1:
     """Have what the next requests will ask for on its way; where those requests end, their partitions and the tags of
     their keys."""
+    cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
-    cdef int i, count = 0, looked = 0
+    cdef int puts[STREAMED]
+    cdef int i, opcode, count = 0, looked = 0, found = 0
     cdef const uint8_t *p
     cdef Py_ssize_t total, klen, partition
     while looked < together and size - at >= HEADER_SIZE:
@@ -80,16 +82,28 @@ cdef Py_ssize_t look_ahead(
             partition = by_hash(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen, PyList_GET_SIZE(table))
         homes[looked] = partition
         if klen and partition < PyList_GET_SIZE(table):
-            store = <object> PyList_GET_ITEM(table, partition)
-            tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
-            if isinstance(store, Table) and (<Table> store).items is not None:
-                maps[count] = &(<Table> store).items.map
-                asked[count] = tags[looked]
-                map_fetch_slot(maps[count], asked[count])
-                count += 1
+            stores[count] = PyList_GET_ITEM(table, partition)
+            fetch_soon(stores[count])
+            fetch_soon(<const uint8_t *> stores[count] + 64)
+            asked[count] = tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
+            opcode = p[AT_OPCODE]
+            puts[count] = opcode != GET and opcode != GETQ and opcode != GETK and opcode != GETKQ
+            count += 1
         looked += 1
     for i in range(count):
-        map_fetch_cell(maps[i], asked[i])
+        store = <object> stores[i]
+        if isinstance(store, Table) and (<Table> store).items is not None:
+            maps[found] = &(<Table> store).items.map
+            asked[found], puts[found] = asked[i], puts[i]
+            map_fetch(maps[found], puts[found])
+            found += 1
+    for i in range(found):
+        map_fetch_slot(maps[i], asked[i], puts[i])
+    for i in range(found):
+        map_fetch_cell(maps[i], asked[i], puts[i])
+    for i in range(found):
+        if puts[i]:
+            map_fetch_end(maps[i])
     return at
 
 
