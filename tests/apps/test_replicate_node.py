@@ -23,6 +23,7 @@ from upper.apps.push.rounds import Push
 from upper.apps.push.tasks import RESERVED
 from upper.apps.replicate.replicate import BucketPair, ReplicationSettings
 from upper.client.bucket import Bucket
+from upper.errors import InvalidArguments
 from upper.pipeline.local import LocalRunner
 
 PARTITIONS = 16
@@ -233,6 +234,37 @@ def test_nothing_reaches_the_target_that_the_source_loses_in_a_crash(node: Node,
     settle(directions)
     with upper.connect(node.url) as source, upper.connect(other.url) as target:
         assert versions(source) == versions(target)
+
+
+@pytest.mark.parametrize("settings", [{"both_ways": True}, {"prefix": b"user:"}])
+def test_a_position_is_stored_where_the_target_had_every_change(
+    node: Node, other: Node, settings: dict[str, object]
+) -> None:
+    with upper.connect(node.url) as source, upper.connect(other.url) as target:
+        source.set_many((f"k{n}", str(n)) for n in range(500))
+        settle(pushes(node, other, name="before"))
+        assert len(list(target.keys("k"))) == 500
+
+        def status() -> list[int]:
+            pair = BucketPair(node.url, other.url, ReplicationSettings(**settings))  # type: ignore[arg-type]
+            with pair:
+                return [each.behind for each in pair.status()]
+
+        assert min(status()) >= 500
+        settle(pushes(node, other, **settings))
+        # The positions themselves are changes of the buckets, which the other direction need not have.
+        assert max(status()) <= 2 * PARTITIONS
+        again = pushes(node, other, **settings)
+        assert max(push.round().behind for push in again.values()) <= 2 * PARTITIONS
+        counts = [source.seqnos(), target.seqnos()]
+        for _ in range(3):
+            settle(again)
+        assert [source.seqnos(), target.seqnos()] == counts, "stored positions lead to no further ones"
+
+
+def test_a_bucket_is_not_replicated_to_itself(node: Node) -> None:
+    with pytest.raises(InvalidArguments, match="are the same bucket"):
+        BucketPair(node.url, node.url.replace("127.0.0.1", "localhost"), ReplicationSettings())
 
 
 @pytest.mark.slow

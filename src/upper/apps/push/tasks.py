@@ -32,7 +32,9 @@ from upper.pipeline.plan import NOWHERE, ReadRange
 from upper.pipeline.source import ChangeSource
 
 PORTION = 16 << 20  # bytes of changes that a worker holds before it writes them
-SAVE_EVERY = 10_000  # seqnos without a change for the target, after which its position is stored anyway
+# Seqnos without a change for the target, after which its position is stored anyway. A stored position is a
+# change of the target itself, which another push may follow back to the source: with 1 this would never end.
+SAVE_EVERY = 100
 RESERVED = b"_upper/"  # keys of the documents in which targets that are buckets store their states
 SIGNS = 2**64 - 1
 NEVER = 1  # the CAS, and the revision, of a tombstone in place of a key that the source never had
@@ -198,6 +200,7 @@ class _Push:
         self._held = dict(task.held)
         self._done = PushResult()
         self._written: set[Partition] = set()  # partitions whose state was stored in this task
+        self._met: set[Partition] = set()  # partitions with changes of keys, also those that the target had
         self._void: set[Partition] = set()  # partitions that this round does not commit
         self._suspects: dict[Partition, dict[bytes, set[int]]] = {}
         self._seen: dict[Partition, set[bytes]] = {}
@@ -302,6 +305,7 @@ class _Push:
                 epoch = self._held[partition].state.epoch
                 first = work.whole and work.mode is WorkMode.GO_ON
                 portions.append(Portion(partition, work.mode, epoch, part, first, found))
+        self._met.update(each.partition for each in portions)
         portions = [each for each in self._session.prepare(portions) if len(each.rows)]
         if not portions:
             return
@@ -376,9 +380,10 @@ class _Push:
             after = replace(held, state=state.committed(place))
             if work.mode is not WorkMode.GO_ON:
                 self._done.repaired.append(work)
+            quiet = partition not in self._written | self._met
             moved = place.position.seqno - held.saved
-            if work.mode is WorkMode.GO_ON and partition not in self._written and moved < SAVE_EVERY:
-                self._done.held[partition] = after  # nothing was written: in memory only
+            if work.mode is WorkMode.GO_ON and quiet and held.saved and moved < SAVE_EVERY:
+                self._done.held[partition] = after  # nothing for the target: in memory only
             else:
                 saved = replace(after, saved=place.position.seqno)
                 saves.append(Save(partition, saved))

@@ -11,7 +11,7 @@ from upper.apps.push.state import lag
 from upper.apps.replicate.documents import control_key
 from upper.apps.replicate.target import Conflicts, ReplicaOptions, ReplicaTarget, same_partitions
 from upper.client.bucket import Bucket
-from upper.errors import KeyNotFound
+from upper.errors import InvalidArguments, KeyNotFound
 from upper.pipeline.source import BucketSource, Filters
 from upper.pipeline.target import Runner
 
@@ -31,6 +31,7 @@ class ReplicationStatus:
     """The state of a replication, read from the target and compared with the source."""
 
     name: str
+    target: str  # its URL
     paused: bool
     partitions: int  # that the target has begun
     behind: int  # changes that the target lacks, at most
@@ -45,7 +46,10 @@ class BucketPair:
         self._settings, self._stack = settings, ExitStack()
         self.there = self._direction(source, target)
         self.back = self._direction(target, source) if settings.both_ways else None
-        same_partitions(self.there[0].bucket.partitions, self.there[1].bucket.partitions)
+        ours, theirs = self.there[0].bucket, self.there[1].bucket
+        same_partitions(ours.partitions, theirs.partitions)
+        if ours.failover_logs() == theirs.failover_logs():
+            raise InvalidArguments(f"SOURCE and TARGET are the same bucket, {theirs.address}; name two")
 
     def _direction(self, source_url: str, target_url: str) -> tuple[BucketSource, ReplicaTarget]:
         settings = self._settings
@@ -97,6 +101,7 @@ class BucketPair:
             found.append(
                 ReplicationStatus(
                     name=target.name,
+                    target=str(target.bucket.address),
                     paused=self.paused(),
                     partitions=len(states),
                     behind=lag(states, source.seqnos()),
