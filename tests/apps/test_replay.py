@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upper.apps.lake.replay import fold, ordered
+from upper.apps.lake import replay
+from upper.apps.lake.replay import fold, fold_group, ordered
 from upper.apps.lake.schema import CHANGES, LATEST, file_schema
+from upper.model.values import Partition
 
 Place = tuple[int, int]
 places = st.tuples(st.integers(0, 3), st.integers(1, 9))
@@ -55,6 +59,23 @@ def test_what_is_too_large_to_be_moved_is_merged_and_ends_the_same(pieces: list[
     assert places_of(ordered(rows, most=0)) == places_of(ordered(rows))
 
 
+@given(st.permutations(range(4)), st.lists(places, unique=True), st.booleans(), st.integers(0, 30))
+def test_long_runs_of_partitions_are_put_in_order_without_a_copy_of_rows(
+    came: list[int], found: list[Place], mixed: bool, cut: int
+) -> None:
+    """Partitions that came in any order, some in two runs; `mixed`: not in runs at all."""
+    runs = [
+        place for half in (found[:cut], found[cut:]) for p in came for place in sorted(half) if place[0] == p
+    ]
+    rows = at(found if mixed else runs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "LONG_RUN", 0)
+        by_runs = ordered(rows)
+        patch.setattr(replay, "LONG_RUN", 10**9)
+        assert by_runs.equals(ordered(rows))
+    assert places_of(by_runs) == sorted(found)
+
+
 steps = st.lists(
     st.tuples(
         st.sampled_from(["mutation"] * 4 + ["deletion", "expiration", "flush"]), st.sampled_from(b"abc")
@@ -85,3 +106,36 @@ def test_live_keys_are_what_a_dictionary_would_hold(
             rows.append({"partition": 0, "seqno": seqno, "operation": operation, "key": key, "value": value})
         live = fold(live, table(rows))
     assert list(zip(live["key"].to_pylist(), live["value"].to_pylist(), strict=True)) == list(held.items())
+
+
+kinds = st.sampled_from(["mutation"] * 4 + ["deletion", "expiration", "flush", "erased"])
+happened = st.lists(st.tuples(st.integers(0, 2), kinds, st.sampled_from(b"abc")), max_size=15)
+
+
+@given(happened, happened, st.sets(st.sampled_from([Partition(0), Partition(1)])))
+def test_a_group_is_folded_partition_by_partition_and_ordered_by_key(
+    before: list[tuple[int, str, int]], then: list[tuple[int, str, int]], afresh: set[Partition]
+) -> None:
+    def changes(story: list[tuple[int, str, int]], first: int) -> pa.Table:
+        keyless = ("flush", "erased")
+        made = [
+            {"partition": p, "seqno": seqno, "operation": kind, "value": b"%d" % seqno}
+            | ({} if kind in keyless else {"key": bytes([letter])})
+            for seqno, (p, kind, letter) in enumerate(story, first)
+        ]
+        return ordered(table(made))
+
+    def parts(rows: pa.Table, partition: int) -> pa.Table:
+        return rows.filter(pc.equal(rows["partition"], partition))
+
+    nothing = file_schema(LATEST).empty_table()
+    base = fold_group(nothing, changes(before, 1), afresh=frozenset())
+    made = fold_group(base, since := changes(then, 100), afresh=frozenset(afresh))
+    assert made.schema == nothing.schema
+    found = 0
+    for p in range(3):
+        held = nothing if p in afresh else fold(nothing, parts(changes(before, 1), p))
+        live = sorted(fold(held, parts(since, p)).to_pylist(), key=lambda row: row["key"])
+        assert parts(made, p).to_pylist() == live
+        found += len(live)
+    assert len(made) == found

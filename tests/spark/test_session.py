@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,3 +51,21 @@ def test_a_runner_whose_session_was_stopped_reports_it_and_the_next_test_gets_an
     with pytest.raises(NoSpark, match="was stopped"):
         own.run([lambda: 6])
     assert SparkRunner(shared_session.get()).run([lambda: 7]) == [7]
+
+
+class WhereItRuns:
+    """A task whose result is the process that ran it."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+
+    def __call__(self) -> int:
+        return os.getpid()
+
+
+def test_a_small_task_alone_runs_here_once_workers_have_done_a_job(spark: SparkSession) -> None:
+    runner, small, large = SparkRunner(spark), WhereItRuns(small=True), WhereItRuns(small=False)
+    assert runner.run([small]) != [os.getpid()]  # workers that cannot do it are found at once
+    assert runner.run([small]) == [os.getpid()]
+    assert runner.run([large]) != [os.getpid()]
+    assert os.getpid() not in runner.run([small, small])

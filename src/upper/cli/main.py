@@ -133,6 +133,10 @@ def top_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `upper` with these arguments, by default the command line's, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        from upper.spark.worker import hide_pandas
+
+        hide_pandas()  # this process is ours
     # Python has none of them where the shell closed them.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # for as long as we run
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115

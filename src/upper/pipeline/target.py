@@ -41,6 +41,11 @@ class Task(Protocol, Generic[T_co]):
     def __call__(self) -> T_co: ...
 
 
+def is_small(task: object) -> bool:
+    """Whether a task is done sooner than it is sent to another process: it has a true `small`."""
+    return bool(getattr(task, "small", False))
+
+
 class Runner(Protocol):
     """Runs tasks on workers: those of Spark, or threads of this process."""
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any, TypeVar
 
@@ -24,13 +25,16 @@ from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from upper.errors import InvalidArguments, UpperError
-from upper.pipeline.target import NoWorkers, WorkFailed
+from upper.pipeline.local import LocalRunner
+from upper.pipeline.target import NoWorkers, WorkFailed, is_small
 from upper.spark import java
+from upper.spark.worker import leave_pandas_out
 
 T = TypeVar("T")
 # Java's optimising compiler takes a third of the processor time of a short run, and improves only code that
 # rows pass through. A virtual machine without these options ignores them.
 STARTS_FAST = ("-XX:+IgnoreUnrecognizedVMOptions", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+TASKS_ONLY = "spark.upper.tasksOnly"  # of a session whose workers run nothing but tasks of upper
 WATCH_INTERVAL = 0.5  # seconds between two reports of finished tasks
 
 
@@ -53,7 +57,8 @@ def start(
 ) -> SparkSession:
     """A session; `master` is `local[*]`, or the address of a cluster.
 
-    `tasks_only`: Java schedules Python tasks and sees no rows, so that it starts with less work.
+    `tasks_only`: Java schedules tasks of upper and sees no rows, and workers run nothing else, so that both
+    start with less work.
 
     Where one is running, it is that one with its own settings: a process has one Spark context.
     """
@@ -71,6 +76,7 @@ def start(
         "spark.locality.wait": "0s",
         "spark.sql.session.timeZone": "UTC",
         "spark.sql.shuffle.partitions": "8",
+        TASKS_ONLY: str(tasks_only).lower(),
     }
     options = list(STARTS_FAST) if tasks_only and local else []
     if "SPARK_CONF_DIR" not in os.environ:
@@ -154,7 +160,11 @@ def with_retries(master: str) -> str:
 
 
 class SparkRunner:
-    """Runs tasks on the workers of a session, one Spark task each."""
+    """Runs tasks on the workers of a session, one Spark task each.
+
+    A single small task runs in this process: Spark's job around it would take longer than the task. The first
+    one does not, so that workers that cannot do such tasks are found at once.
+    """
 
     def __init__(
         self, session: SparkSession, *, watch: Callable[[float], None] | None = None, pool: str | None = None
@@ -164,6 +174,8 @@ class SparkRunner:
         `pool`: of Spark's fair scheduler. Jobs of two pools share the workers; those of one pool queue.
         """
         self._context, self._watch, self._pool = session.sparkContext, watch, pool
+        self._alone = self._context.getConf().get(TASKS_ONLY) == "true"
+        self._proven = False  # the workers have done a job
 
     @property
     def width(self) -> int:
@@ -179,6 +191,8 @@ class SparkRunner:
         if not tasks:
             return []
         self._require_running()
+        if self._proven and len(tasks) == 1 and is_small(tasks[0]):
+            return LocalRunner(width=1).run(tasks)
         try:
             with self._watched(len(tasks)):
                 answers: list[Any] = in_thread(lambda: self._collect(tasks))
@@ -189,12 +203,17 @@ class SparkRunner:
         for answer in answers:
             if isinstance(answer, _Failed):
                 raise answer.error
+        self._proven = True
         return answers
 
     def _collect(self, tasks: Sequence[Callable[[], T]]) -> list[Any]:
         if self._pool is not None:
             self._context.setLocalProperty("spark.scheduler.pool", self._pool)  # of this thread
-        return self._context.parallelize(list(tasks), len(tasks)).map(_done).collect()
+        return (
+            self._context.parallelize(list(tasks), len(tasks))
+            .map(partial(_done, alone=self._alone))
+            .collect()
+        )
 
     @contextmanager
     def _watched(self, tasks: int) -> Iterator[None]:
@@ -238,7 +257,9 @@ class _Failed:
         self.error = error
 
 
-def _done(task: Callable[[], T]) -> T | _Failed:
+def _done(task: Callable[[], T], *, alone: bool) -> T | _Failed:
+    if alone:
+        leave_pandas_out()
     # Ctrl-C goes to every process on a terminal. The driver decides what becomes of the tasks.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 
 _settled = False
 
@@ -20,3 +21,33 @@ def settle() -> None:
         # Some libraries warn at exit about objects that are still frozen.
         atexit.register(gc.unfreeze)
         _settled = True
+
+
+class _NoPandas:
+    """Finds modules before Python's own finders, and no pandas."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError("No module named 'pandas'", name=name)
+
+
+def hide_pandas() -> None:
+    """Let no module of this process import pandas: for a program of our own, which uses none.
+
+    Arrow imports pandas, where it is installed, when it first converts a value of Python. That takes a
+    second, which is longer than most commits.
+    """
+    if "pandas" not in sys.modules:
+        sys.meta_path.insert(0, _NoPandas())
+
+
+def leave_pandas_out() -> None:
+    """Let Arrow do without pandas, in a worker that runs only our tasks. Arrow looks for it once."""
+    import pyarrow as pa
+
+    hidden = list(sys.meta_path)
+    hide_pandas()
+    try:
+        pa.scalar(0)
+    finally:
+        sys.meta_path[:] = hidden

@@ -20,23 +20,49 @@ from upper.model.values import Partition, Seqno
 from upper.pipeline.changes import FLUSH, MUTATION
 from upper.pipeline.plan import RollbackPlan
 
+LONG_RUN = 200  # rows of one partition, on average, that are moved as a slice of the table
 MOVED_AT_ONCE = 2**30  # bytes; past 2**31 of one column Arrow cannot take rows by number
+
+
+def numbers(column: pa.ChunkedArray) -> Any:
+    """A column of whole numbers or booleans, without nulls, as an array of numpy.
+
+    Arrow's own `to_numpy` imports pandas where it is installed, which takes longer than a small commit.
+    """
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    kind = np.dtype(str(column.type))
+    parts = [
+        np.frombuffer(chunk.buffers()[1], kind, len(chunk), chunk.offset * kind.itemsize)
+        for chunk in column.chunks
+        if len(chunk)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, kind)])
 
 
 def ordered(rows: pa.Table, *, once: bool = False, most: int = MOVED_AT_ONCE) -> pa.Table:
     """The rows in order of (partition, seqno).
 
     Streams deliver each partition in order of its seqnos, so that a stable sort by partition is almost
-    always enough, and rows that came partition by partition need no sort at all. `once`: of several rows
-    with the same place keep the first. A stream that was cut inside a snapshot and began it again repeats
-    itself; in `lost`, on the other hand, one place may be named by several branches.
+    always enough, and rows that came partition by partition need no sort at all: a backfill has long runs of
+    rows of one partition, which are put in order without a copy. `once`: of several rows with the same place
+    keep the first. A stream that was cut inside a snapshot and began it again repeats itself; in `lost`, on
+    the other hand, one place may be named by several branches.
     """
     if len(rows) < 2:
         return rows
-    partitions = rows["partition"].to_numpy()
-    seqnos = rows["seqno"].to_numpy()
+    partitions = numbers(rows["partition"])
+    seqnos = numbers(rows["seqno"])
     if _in_order(partitions, seqnos):
         return rows
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(partitions)) + 1))
+    if len(starts) * LONG_RUN <= len(rows):
+        sizes = np.diff(np.append(starts, len(rows)))
+        runs = np.lexsort((seqnos[starts], partitions[starts]))
+        places = np.repeat(starts[runs] - np.cumsum(sizes[runs]) + sizes[runs], sizes[runs])
+        places += np.arange(len(rows))  # where each row of the result is now
+        if _in_order(partitions[places], seqnos[places]):
+            return pa.concat_tables([rows.slice(starts[run], sizes[run]) for run in runs])
     if rows.nbytes > most:
         return _merged(rows, once=once)
     # Partition numbers have 16 bits, which numpy sorts by radix.
@@ -73,7 +99,7 @@ def by_partition(rows: pa.Table, column: str = "partition") -> Iterator[tuple[Pa
     """The stretches of an ordered table, one a partition; nothing is copied."""
     if not len(rows):
         return
-    partitions = rows[column].to_numpy()
+    partitions = numbers(rows[column])
     edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(rows)]
     for start, end in pairwise(edges):
         yield Partition(int(partitions[start])), rows.slice(start, end - start)
@@ -81,23 +107,14 @@ def by_partition(rows: pa.Table, column: str = "partition") -> Iterator[tuple[Pa
 
 def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
     """The live keys after `changes`, where `base` were the live ones before. One partition, in order."""
-    all_live = bool(
-        pc.all(pc.equal(changes["operation"], MUTATION)).as_py()
-    )  # the usual case, and the cheap one
-    if not all_live:
-        if pc.any(erased := pc.equal(changes["operation"], ERASED)).as_py():
-            changes = changes.filter(pc.invert(erased))
-        flushes = np.flatnonzero(pc.equal(changes["operation"], FLUSH).to_numpy())
-        if len(flushes):
-            base = base.slice(0, 0)
-            changes = changes.slice(int(flushes[-1]) + 1)
+    base, changes, all_live = _current(base, changes)
     if not len(changes):
         return base
     coded = pc.dictionary_encode(changes["key"].combine_chunks())
     if len(coded.dictionary) < len(changes):
         newest = np.empty(len(coded.dictionary), dtype=np.int64)
         # Of a key that repeats, the last one stays.
-        newest[coded.indices.to_numpy()] = np.arange(len(changes))
+        newest[numbers(pa.chunked_array([coded.indices]))] = np.arange(len(changes))
         changes = changes.take(pa.array(np.sort(newest)))
     live = changes.select(file_schema(LATEST).names)
     if not all_live:
@@ -108,28 +125,49 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
     return pa.concat_tables([base.filter(pc.invert(touched)), live])
 
 
+def _current(base: pa.Table, changes: pa.Table) -> tuple[pa.Table, pa.Table, bool]:
+    """Both without what a flush removed, and without erased rows; whether all changes are mutations."""
+    if pc.all(pc.equal(changes["operation"], MUTATION)).as_py():
+        return base, changes, True  # the usual case, and the cheap one
+    if pc.any(erased := pc.equal(changes["operation"], ERASED)).as_py():
+        changes = changes.filter(pc.invert(erased))
+    flushes = np.flatnonzero(numbers(pc.equal(changes["operation"], FLUSH)))
+    if len(flushes):
+        base, changes = base.slice(0, 0), changes.slice(int(flushes[-1]) + 1)
+    return base, changes, False
+
+
 def fold_group(base: pa.Table, changes: pa.Table, *, afresh: frozenset[Partition]) -> pa.Table:
     """`fold` for every partition, ordered by key; those in `afresh` are built from their changes alone."""
     old, new = dict(by_partition(base)), dict(by_partition(changes))
     nothing = file_schema(LATEST).empty_table()
     none = changes.slice(0, 0)
-    parts = []
+    parts = [nothing]
     for partition in sorted({*old, *new}):
         before = nothing if partition in afresh else old.get(partition, nothing)
-        parts.append(fold(before, new.get(partition, none)))
-    return by_key(pa.concat_tables(parts)) if parts else nothing
+        since = new.get(partition, none)
+        parts.append(by_key(fold(before, since)) if len(before) else _built(since))
+    return pa.concat_tables(parts)
+
+
+def _built(changes: pa.Table) -> pa.Table:
+    """The live keys that all changes of a partition leave, ordered by key: the sort finds repeated ones."""
+    _, changes, all_live = _current(changes.slice(0, 0), changes)
+    names = file_schema(LATEST).names
+    rows = by_key(changes.select(names if all_live else [*names, "operation"]))
+    keys = rows["key"].combine_chunks()
+    repeated = pc.equal(keys.slice(1), keys.slice(0, max(0, len(keys) - 1)))
+    if pc.any(repeated).as_py():
+        # The sort is stable, so that the newest row of a key is its last.
+        rows = rows.filter(pa.concat_arrays([pc.invert(repeated), pa.array([True])]))
+    return rows if all_live else rows.filter(pc.equal(rows["operation"], MUTATION)).select(names)
 
 
 def by_key(rows: pa.Table) -> pa.Table:
-    """Rows that are ordered by partition, ordered by key inside each."""
-    parts = [part for _, part in by_partition(rows)]
-    if rows.nbytes > MOVED_AT_ONCE:
-        return pa.concat_tables([part.take(pc.sort_indices(part["key"])) for part in parts])
-    order, start = [np.empty(0, np.int64)], 0
-    for part in parts:
-        order.append(pc.sort_indices(part["key"]).to_numpy().astype(np.int64) + start)
-        start += len(part)
-    return rows.combine_chunks().take(pa.array(np.concatenate(order)))
+    """Rows of one partition, ordered by key; rows with the same key stay in their order."""
+    order = pc.sort_indices(rows["key"])
+    # Rows of many chunks are looked up one by one.
+    return (rows.combine_chunks() if rows.nbytes <= MOVED_AT_ONCE else rows).take(order)
 
 
 def take_back(rows: pa.Table, rollbacks: Mapping[Partition, RollbackPlan]) -> tuple[pa.Table, pa.Table]:
@@ -146,14 +184,14 @@ def take_back(rows: pa.Table, rollbacks: Mapping[Partition, RollbackPlan]) -> tu
 
 def up_to(rows: pa.Table, seqno: int) -> int:
     """How many rows of one partition, in order, are at or below a seqno."""
-    return int(np.searchsorted(rows["seqno"].to_numpy(), seqno, side="right"))
+    return int(np.searchsorted(numbers(rows["seqno"]), seqno, side="right"))
 
 
 def newest_end(rows: pa.Table, at_most: Seqno) -> Seqno | None:
     """The newest place at or below a seqno at which one partition's rows ended a batch, and so were whole."""
     if not len(rows):
         return None
-    ends = rows.group_by(BATCH).aggregate([("seqno", "max")])["seqno_max"].to_numpy()
+    ends = numbers(rows.group_by(BATCH).aggregate([("seqno", "max")])["seqno_max"])
     reached = ends[ends <= at_most]
     return Seqno(int(reached.max())) if len(reached) else None
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from upper.apps.lake import files
-from upper.apps.lake.replay import by_partition, fold_group, ordered, take_back, up_to
+from upper.apps.lake.replay import by_partition, fold_group, numbers, ordered, take_back, up_to
 from upper.apps.lake.schema import CHANGES, ERASED, LATEST, LOST, DataFile, LakeLayout, file_schema
 from upper.apps.lake.store import LakeStore
 from upper.apps.lake.tasks import TaskResult, by_group, write_grouped
@@ -205,6 +205,6 @@ class FindFloors:
 def _floor(rows: pa.Table, moment: datetime) -> Seqno:
     """The last seqno before the first change that is to be kept."""
     limit = pa.scalar(moment.astimezone(UTC), rows["changed_at"].type)
-    young = np.flatnonzero(pc.fill_null(pc.greater_equal(rows["changed_at"], limit), True).to_numpy())
-    seqnos = rows["seqno"].to_numpy()
+    young = np.flatnonzero(numbers(pc.fill_null(pc.greater_equal(rows["changed_at"], limit), True)))
+    seqnos = numbers(rows["seqno"])
     return Seqno(int(seqnos[-1]) if not len(young) else int(seqnos[young[0]]) - 1)

@@ -17,7 +17,7 @@ from upper.apps.lake.lake import Lake
 from upper.apps.lake.latest import Refreshed, RefreshPolicy, refresh
 from upper.apps.lake.rewrite import RewriteFiles, RollbackCut, RowCut
 from upper.apps.lake.schema import CHANGES, DataFile
-from upper.apps.lake.tasks import FindEnds, ReadRanges, TaskResult, merged
+from upper.apps.lake.tasks import WORTH_A_TASK, FindEnds, ReadRanges, TaskResult, merged
 from upper.errors import BadCheckpoint
 from upper.model.values import ZERO, Partition, Seqno
 from upper.pipeline.plan import (
@@ -36,8 +36,6 @@ from upper.pipeline.source import BucketState, ChangeSource
 from upper.pipeline.target import Rounds, Runner
 
 log = logging.getLogger(__name__)
-
-WORTH_A_TASK = 2_000  # changes
 
 
 @dataclass
@@ -206,13 +204,16 @@ class Sync:
 
     def _width(self, weights: Mapping[int, int]) -> int:
         """How many tasks: a small batch is read sooner than another task is started."""
-        return max(1, min(self.runner.width, sum(weights.values()) // WORTH_A_TASK))
+        worth = sum(weights.values()) // WORTH_A_TASK
+        return min(self.runner.width, worth) if worth > 1 else 1  # Spark is asked for its width
 
     def _cuts(self, rollbacks: Mapping[Partition, RollbackPlan]) -> TaskResult:
         """Take rolled-back rows out of the files that may hold some."""
+        if not rollbacks:
+            return merged(())
         hits = [
             file
-            for file in (self.lake.changes.files() if rollbacks else ())
+            for file in self.lake.changes.files()
             if any(file.may_hold(p, past=plan.keep.position.seqno) for p, plan in rollbacks.items())
         ]
         cut = RollbackCut(rollbacks, self._now())  # one moment for everything that a round takes back

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from upper.apps.lake import files
-from upper.apps.lake.replay import by_partition, fold_group, newest_end, ordered, up_to
+from upper.apps.lake.replay import by_partition, fold_group, newest_end, numbers, ordered, up_to
 from upper.apps.lake.schema import BATCH, CHANGES, LATEST, UNGROUPED, DataFile, LakeLayout, file_schema
 from upper.apps.lake.store import LakeStore, Place, StoreUnavailable
 from upper.client.position_codec import ResumePoints
@@ -24,10 +24,11 @@ from upper.errors import InvalidArguments
 from upper.model.values import MAX_SEQNO, Partition, Seqno
 from upper.pipeline.plan import ReadRange, RollbackPlan
 from upper.pipeline.source import ChangeSource
-from upper.pipeline.target import Task
+from upper.pipeline.target import Task, is_small
 from upper.spark.worker import settle
 
 MEMORY = 320 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
+WORTH_A_TASK = 2_000  # changes
 UNGROUPED_BYTES = 8 * 1024 * 1024  # a batch up to this size is one file, whatever groups it belongs to
 MARKER = ".upper-lake"
 T_co = TypeVar("T_co", covariant=True)
@@ -65,6 +66,10 @@ class LakeTask(Generic[T_co]):
     root: LakeStore
     marker: str
     task: Task[T_co]
+
+    @property
+    def small(self) -> bool:
+        return is_small(self.task)
 
     def __call__(self) -> T_co:
         settle()
@@ -119,6 +124,10 @@ class ReadRanges:
     batch: int
     ranges: Mapping[Partition, ReadRange]
     first: bool = False  # the lake is empty: `latest` can be made of the rows in memory
+
+    @property
+    def small(self) -> bool:
+        return sum(each.weight for each in self.ranges.values()) < WORTH_A_TASK
 
     def __call__(self) -> TaskResult:
         done = TaskResult()
@@ -234,7 +243,7 @@ def write_grouped(root: Place, table: str, rows: pa.Table, layout: LakeLayout) -
 
 def by_group(rows: pa.Table, layout: LakeLayout) -> Iterator[tuple[int, pa.Table]]:
     """The rows of each group of an ordered table; nothing is copied."""
-    groups = rows["partition"].to_numpy().astype(np.int64) * layout.groups // layout.partitions
+    groups = numbers(rows["partition"]).astype(np.int64) * layout.groups // layout.partitions
     edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]
     for start, end in pairwise(edges):
         if end > start:
