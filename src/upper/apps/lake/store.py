@@ -181,7 +181,7 @@ class LocalStore(LakeStore):
             raise self._in_the_way() from None
 
     def _in_the_way(self) -> InvalidArguments:
-        return InvalidArguments(f"{self} is not a directory, and a lake is one; choose another place")
+        return InvalidArguments(f"{self} is not a directory, but a lake is a directory; choose another place")
 
     def make_durable(self, files: Iterable[str]) -> None:
         paths = [self.directory / inside for inside in files]
