@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from tests.disks import Faulty
 from tests.storage.conftest import Open
+from upper import kernel
 from upper.errors import NotWritable
-from upper.model.values import Seqno
-from upper.storage import Commit, Durability, PartitionStore, StorageSettings
+from upper.history.partition_state import Ownership
+from upper.model.values import Seqno, State
+from upper.storage import BucketStore, Commit, Durability, PartitionStore, StorageSettings, records
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 
@@ -191,6 +194,88 @@ def test_waiting_for_the_disk_does_not_wait_for_the_release(opened: Open) -> Non
         bucket.close()
 
     asyncio.run(wait())
+
+
+async def turns() -> None:
+    """Let the loop run everything that is due now, and what that makes due."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def wait_for_replicas(bucket: BucketStore, gate: Watermarks, *, changes: int) -> None:
+    """Store this many changes of partition 0 that the gate does not let pass."""
+    bucket.partitions[1].set_state(State.REPLICA)
+    bucket.releases.install(gate)
+    for number in range(changes):
+        bucket.partitions[0].write(b"%d" % number, b"v")
+    bucket.commit()
+    bucket.attach(asyncio.get_running_loop())
+    assert bucket.releases.waiting == changes
+    assert not bucket.pending
+
+
+def test_a_batch_grows_while_more_changes_wait_for_replicas(opened: Open) -> None:
+    """Until there are as many in it, or those are released."""
+    bucket, gate = opened(), Watermarks(0)
+    store = bucket.partitions[0]
+
+    async def write() -> None:
+        wait_for_replicas(bucket, gate, changes=100)
+        first = bucket.ticket
+        for number in range(99):
+            store.write(b"%d" % number, b"w")
+        await turns()
+        assert (bucket.ticket, len(bucket.pending)) == (first, 99)
+        gate.marks[0] = 100
+        bucket.releases.release()
+        await turns()
+        assert (bucket.ticket, bucket.releases.waiting) == (first + 1, 0)
+        await asyncio.wait_for(bucket.saved(first), 30)
+        assert bucket.releases.waiting == 99
+        for number in range(99):
+            store.write(b"%d" % number, b"x")
+        await turns()
+        assert bucket.ticket == first + 2, "as many as wait"
+        bucket.close()
+
+    asyncio.run(write())
+
+
+def apply_change(bucket: BucketStore) -> None:
+    change = kernel.join([records.mutation(1, b"k", b"v", seqno=1, revision=1, cas=1)], 1)
+    bucket.apply(change, 0, bucket.partitions, bytearray((0, kernel.INSIDE)), bytearray())
+
+
+def wait_for_disk(bucket: BucketStore) -> None:
+    bucket.partitions[0].write(b"k", b"w")
+    bucket.saved().cancel()
+
+
+def roll_back_another(bucket: BucketStore) -> None:
+    bucket.partitions[0].write(b"k", b"w")
+    bucket.rollbacks._new(bucket.partitions[1], Seqno(0), Ownership.DEAD, None)
+
+
+def change_state(bucket: BucketStore) -> None:
+    bucket.partitions[1].set_state(State.DEAD)
+
+
+@pytest.mark.parametrize("change", [apply_change, wait_for_disk, roll_back_another, change_state])
+def test_what_another_node_or_a_rollback_waits_for_does_not_wait_for_replicas(
+    opened: Open, change: Callable[[BucketStore], None]
+) -> None:
+    """Two nodes that wait for each other's changes would otherwise both wait for ever."""
+    bucket = opened()
+
+    async def write() -> None:
+        wait_for_replicas(bucket, Watermarks(0), changes=100)
+        first = bucket.ticket
+        change(bucket)
+        await turns()
+        assert bucket.ticket == first + 1
+        bucket.close()
+
+    asyncio.run(write())
 
 
 def test_in_memory_mode_changes_that_the_disk_refused_wait_for_the_gate_too(opened: Open) -> None:

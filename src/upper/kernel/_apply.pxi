@@ -37,20 +37,21 @@ cdef object mark(int opcode, uint32_t partition, uint64_t end):
     return fact
 
 
-cdef int enter(Table part, const uint8_t *p, Py_ssize_t size, Log pending, list expiring) except -1:
+cdef int enter(Table part, const uint8_t *p, Py_ssize_t size, uint32_t tag, Log pending, list expiring) except -1:
     """A change takes the last place in its partition."""
     cdef uint8_t *to
+    cdef uint64_t *slot = map_find(&part.items.map, cell_key(p), cell_key_length(p), tag)
     if size >= SHARED_VALUE:
         record = PyBytes_FromStringAndSize(<const char *> p, size)
         put32(fresh(record) + AT_OPAQUE, 0)
         pending.reserve_record(record)
-        map_put(&part.items.map, chars(record), size, <PyObject *> record)
+        map_put_at(&part.items.map, chars(record), size, <PyObject *> record, tag, slot)
         pending.add(record)
     else:
         to = pending.reserve(size)
         memcpy(to, p, size)
         put32(to + AT_OPAQUE, 0)
-        map_put(&part.items.map, to, size, NULL)
+        map_put_at(&part.items.map, to, size, NULL, tag, slot)
         pending.took(size, size)
     part.high = get64(p + AT_SEQNO)
     if p[AT_OPCODE] == MUTATION and get32(p + AT_EXPIRATION):
@@ -68,10 +69,10 @@ def apply(
     cdef uint8_t *to
     cdef Py_ssize_t homes[STREAMED]
     cdef uint32_t tags[STREAMED]
-    cdef Py_ssize_t seen = start
-    cdef Py_ssize_t at = start, past, size, length, count, several, changes = 0, used
+    cdef Py_ssize_t seen = start, place = 0  # where the packets end that were looked at, and which of them is next
+    cdef Py_ssize_t at = start, past, size, length, count, several, changes = 0, used = PyByteArray_GET_SIZE(ends), space = used
     cdef uint64_t highest = 0, high
-    cdef uint32_t partition
+    cdef uint32_t partition, tag
     cdef int state
     cdef bint facts = False, marked
     cdef list expiring = []
@@ -83,7 +84,7 @@ def apply(
         count = min(PyList_GET_SIZE(tables), PyByteArray_GET_SIZE(inside))
         while size - at >= HEADER_SIZE:
             if at >= seen:
-                seen = look_ahead(base, at, size, tables, False, homes, tags, STREAMED)
+                seen, place = look_ahead(base, at, size, tables, False, homes, tags, STREAMED), 0
             partition = get32(base + at + AT_OPAQUE)
             if partition >= count:
                 break
@@ -98,6 +99,7 @@ def apply(
                     break
                 at += HEADER_SIZE
                 past = at
+                place += 1
             elif state != INSIDE:
                 break
             while True:
@@ -119,21 +121,29 @@ def apply(
             changes += several
             while at < past:
                 if at >= seen:
-                    seen = look_ahead(base, at, size, tables, False, homes, tags, STREAMED)
+                    seen, place = look_ahead(base, at, size, tables, False, homes, tags, STREAMED), 0
                 length = HEADER_SIZE + get32(base + at + AT_BODY)
                 highest = max(highest, get64(base + at + AT_CAS))
-                enter(part, base + at, length, pending, expiring)
+                tag = tags[place] if at < seen else map_tag(cell_key(base + at), cell_key_length(base + at))
+                enter(part, base + at, length, tag, pending, expiring)
                 at += length
+                place += 1
             if state == BETWEEN:
                 at += HEADER_SIZE
+                place += 1
                 if marked:
                     pending.append(mark(SNAPSHOT_END, partition, 0))
                 if several:
-                    used = PyByteArray_GET_SIZE(ends)
-                    PyByteArray_Resize(ends, used + 10)
+                    if used + 10 > space:
+                        # Grown ahead in large steps, cut to what was used at the end.
+                        PyByteArray_Resize(ends, used + 4096)
+                        space = PyByteArray_GET_SIZE(ends)
                     to = <uint8_t *> PyByteArray_AS_STRING(ends) + used
                     put16(to, partition)
                     put64(to + 2, high)
+                    used += 10
     finally:
         PyBuffer_Release(&view)
+        if space != used:
+            PyByteArray_Resize(ends, used)
     return at, changes, highest, facts, expiring

@@ -95,6 +95,7 @@ class BucketStore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
         self._half = 0  # as many records as were in half of the last batch
+        self._urgent = False  # something of the open batch must not wait for replicas
         # The seqno up to which the consumers of a partition have seen its deletions; a node replaces it.
         self.seen: Callable[[int], int] = lambda partition: 2**63
         self.writing_since = 0.0  # when the batch that is being written was handed over, as perf_counter
@@ -212,10 +213,31 @@ class BucketStore:
         return self.releases.subscribe(listener, written=written)
 
     def kick(self) -> None:
-        """Schedule a batch of `pending`, after this iteration of the loop or after the present batch."""
-        if self._loop is not None and not self._scheduled and not self._is_writing:
-            self._scheduled = True
-            self._loop.call_soon(self._hand_over)
+        """Schedule a batch of `pending`, after this iteration of the loop or after the present batch.
+
+        While more changes wait for replicas than the open batch has, it grows: each batch costs every node
+        that stores it the same, however many changes it has. `ReleaseQueue.release` calls this again.
+        """
+        if self._loop is None or self._scheduled or self._is_writing or self._grows():
+            return
+        self._scheduled = True
+        self._loop.call_soon(self._hand_over)
+
+    def urge(self) -> None:
+        """`kick`, for a batch that must not wait for replicas.
+
+        That is one with changes that another node waits for, because that node may hold up the replicas' own
+        changes until then, one with facts, and one that `saved` or a rollback waits for.
+        """
+        self._urgent = True
+        self.kick()
+
+    def _grows(self, unpublished: int = 0) -> bool:
+        """Whether the open batch is to wait for the release of others; `unpublished` are changes of one."""
+        waiting = self.releases.waiting + (unpublished if self.releases.holding else 0)
+        if self._urgent or self.facts_pending or waiting < WORTH_A_BATCH:
+            return False
+        return len(self.pending) < waiting
 
     def hasten(self) -> None:
         """`kick`, at a point where memory agrees with `pending`: half of a large batch is written at once.
@@ -225,7 +247,7 @@ class BucketStore:
         """
         half_a_batch = len(self.pending) >= max(self._half, WORTH_A_BATCH)
         waited_for = self._loop is not None and self.settings.durability is Durability.DISK
-        if half_a_batch and waited_for and not self._is_writing:
+        if half_a_batch and waited_for and not self._is_writing and not self._grows():
             self._hand_over()
         else:
             self.kick()
@@ -238,6 +260,8 @@ class BucketStore:
         future: asyncio.Future[None] = self._loop.create_future()
         if ticket is None and not self.pending:
             wanted = self.ticket - 1
+        if wanted == self.ticket:
+            self.urge()
         if self.failed is not None:
             future.set_exception(self.failed)
         elif ticket in self._refused:
@@ -275,7 +299,7 @@ class BucketStore:
         reached = kernel.touched(handed, self.partitions, self.ticket)
         segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
         batch = JournalBatch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
-        self.facts_pending = False
+        self.facts_pending = self._urgent = False
         self.ticket += 1
         self.writing_since = time.perf_counter()
         if self._writer is not None and not self.closed:
@@ -320,7 +344,8 @@ class BucketStore:
             self.weigh()
         self.compactor.written(outcome.size)
         self.rollbacks.written()
-        if len(self.pending) >= WORTH_A_BATCH and self._loop is not None and not self.closed:
+        worth_it = len(self.pending) >= WORTH_A_BATCH and not self._grows(len(batch.records))
+        if worth_it and self._loop is not None and not self.closed:
             self._hand_over()  # before subscribers get this batch, so that the disk is not idle
         if on_disk:
             self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
@@ -401,7 +426,7 @@ class BucketStore:
             self.expiring += expiring
             self.watch_expirations()
             self.applied += changes
-            self.kick()
+            self.urge()
         return at
 
     def watch_expirations(self) -> None:

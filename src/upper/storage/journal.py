@@ -64,7 +64,7 @@ class Journal:
     @property
     def size(self) -> int:
         """Bytes of all segments."""
-        return sum(segment.file.size for segment in self.segments)
+        return sum([segment.file.size for segment in self.segments])
 
     def append(self, number: int, clock: int, payload: bytes, *, segment_size: int, sync: bool = True) -> int:
         """Write one batch and wait for the disk. Returns the offset of the payload in the last segment."""

@@ -84,6 +84,7 @@ class PartitionCopy(PartitionState):
                 raise self._exhausted()
             self._flushed(self.high + 1)
             self._hand_in(record)
+            self.bucket.urge()
         self._append_run(run)
 
     def _append_run(self, run: list[bytes]) -> None:

@@ -68,6 +68,8 @@ class ReleaseQueue:
         self._on_release: list[Listener] = []
         self._releasing = False
         self._next = 0  # the ticket after the last published batch
+        self.waiting = 0  # changes of batches that wait for the gate
+        self.holding = False  # whether the last published batch had to wait for it
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -106,6 +108,9 @@ class ReleaseQueue:
             if self._queue and self._queue[-1].empty:
                 self._queue.pop()  # so that replicas do not fill the queue while nothing is released
         self._queue.append(Unreleased(commit, _tables(held)))
+        self.holding = bool(held)
+        if held:
+            self.waiting += len(commit.records)
         self.release()
 
     def release(self) -> None:
@@ -116,10 +121,14 @@ class ReleaseQueue:
         try:
             while self._queue and (self._gate is None or self._gate.opens(_stores(self._queue[0].held))):
                 commit, held = self._queue.popleft()
+                if held:
+                    self.waiting -= len(commit.records)
                 self._reach(held, exposed=True)
                 self._publish_commit(commit)
         finally:
             self._releasing = False
+        if self._bucket.pending:
+            self._bucket.kick()
 
     def withdraw(self, store: PartitionStore) -> int:
         """The partition's history ends here: batches do not wait for it any more.
@@ -140,6 +149,7 @@ class ReleaseQueue:
             rest = commit.records.without(store.id)
             kept = [entry for entry in held if entry[0] is not store]
             self._queue[place] = Unreleased(commit._replace(records=rest), kept)
+        self.waiting = sum(len(commit.records) for commit, held in self._queue if held)
         if first is not None:
             return first
         everything = self._gate is not None and self._gate.opens([(store, store.high)])

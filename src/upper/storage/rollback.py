@@ -152,6 +152,8 @@ class Rollbacks:
         after = bucket.ticket if bucket.pending else bucket.ticket - 1
         job = RollbackJob(store, to, ownership, branch, after)
         self._jobs.append(job)
+        if bucket.pending:
+            bucket.urge()
         return job
 
     def _prepare(self, job: RollbackJob) -> None:
