@@ -18,7 +18,7 @@ from upper.apps.replicate.documents import state_key
 from upper.apps.replicate.target import ReplicaOptions, ReplicaSession
 from upper.client.calls import Item, Metadata
 from upper.errors import KeyExists, KeyNotFound
-from upper.model.values import BranchId, Cas, Partition, partition_of
+from upper.model.values import BranchId, Cas, Partition, Seqno, partition_of
 
 OK = 0
 
@@ -86,6 +86,9 @@ class ReplicaBucket(ModelBucket):
             for key, op in found.items()
             if op is not None and op.operation == "mutation"
         }
+
+    def seqnos(self) -> dict[Partition, Seqno]:
+        return {Partition(each.id): each.high for each in self.partitions}
 
     def metadata_many(self, keys: Iterable[bytes]) -> dict[bytes, Metadata]:
         found = {key: self._newest(key) for key in keys}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 
 from tests.apps.push_story import PARTITIONS, Steps, Story, live_through, stories
 from tests.apps.replica_model import ReplicaBucket
-from upper.apps.push.kafka import KafkaOptions, KafkaTarget, envelope
+from upper.apps.push.kafka import KafkaOptions, KafkaTarget, envelopes
+from upper.client.bulk import change_schema
 
 OPTIONS = KafkaOptions("changes", "test", "default", PARTITIONS)
 Sent = list[tuple[str, int, bytes, bytes | None]]
@@ -93,20 +96,27 @@ def test_a_topic_ends_equal_to_the_source_and_marks_what_undoes_a_rollback(story
         assert any(about["rollback"] or int(about["cas"]) > int(cas) for about in after[at + 1 :])
 
 
+def envelope(row: dict[str, Any], *, rollback: bool = False) -> Any:
+    rows = pa.Table.from_pylist([row, {**row, "key": b"other"}], schema=change_schema())
+    (key, value, mutation), (other, _, _) = envelopes(rows, OPTIONS, rolled_back=(b"k",) if rollback else ())
+    assert (key, other, mutation) == (b"k", b"other", row["operation"] == "mutation")
+    return json.loads(value)
+
+
 def test_the_envelope_is_debeziums() -> None:
     row = {"key": b"k", "value": b'{"a": 1}', "operation": "mutation", "partition": 3, "branch": -1,
            "seqno": 9, "cas": 1_700_000_000_000_000_000, "revision": 2, "flags": 7,
            "expiration": 0}  # fmt: skip
-    value = json.loads(envelope(row, OPTIONS))
+    value = envelope(row)
     assert value["op"] == "u"
     assert value["before"] is None
     assert value["after"] == {"key": "k", "value": {"a": 1}, "flags": 7, "expiration": 0}
     assert value["ts_ms"] == 1_700_000_000_000
     assert value["source"]["branch"] == str(2**64 - 1)
     assert (value["source"]["partition"], value["source"]["seqno"]) == (3, "9")
-    assert json.loads(envelope({**row, "value": b"NaN"}, OPTIONS))["after"]["text"] == "NaN"
-    assert json.loads(envelope({**row, "value": b"\xff"}, OPTIONS))["after"]["base64"] == "/w=="
-    gone = json.loads(envelope({**row, "operation": "expiration", "value": None}, OPTIONS, rollback=True))
+    assert envelope({**row, "value": b"NaN"})["after"]["text"] == "NaN"
+    assert envelope({**row, "value": b"\xff"})["after"]["base64"] == "/w=="
+    gone = envelope({**row, "operation": "expiration", "value": None}, rollback=True)
     assert (gone["op"], gone["after"]) == ("d", None)
     assert gone["source"]["expired"] is True
     assert gone["source"]["rollback"] is True

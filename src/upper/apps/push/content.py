@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
+from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
 STARTS = frozenset('{["-0123456789tfn \t\r\n')  # of JSON
@@ -59,4 +60,4 @@ def _no_constant(name: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
-quoted = json.JSONEncoder(ensure_ascii=False).encode
+quoted = encode_basestring  # text as JSON; of `json.dumps` it is the part that is needed

@@ -131,6 +131,7 @@ class ReplicaSession:
 
     def __init__(self, bucket: Any, options: ReplicaOptions, sides: Sides) -> None:
         self._bucket, self._options, self._sides = bucket, options, sides
+        self._highs: Mapping[Partition, Seqno] | None = None  # of the target, when they were first needed
         self.rejections: list[RejectedChange] = []
 
     def close(self) -> None:
@@ -168,14 +169,26 @@ class ReplicaSession:
     def prepare(self, portions: Sequence[Portion]) -> list[Portion]:
         if not self._options.both_ways:
             return list(portions)
-        asked = [each for each in portions if each.mode is WorkMode.GO_ON]
+        asked = [each for each in portions if each.mode is WorkMode.GO_ON and not self._nearly_empty(each)]
         known = self._bucket.metadata_many(key for each in asked for key in each.rows["key"].to_pylist())
+        asked_of = {each.partition for each in asked}
         return [
             replace(each, rows=each.rows.filter(pa.array(self._newer(each.rows, known), pa.bool_())))
-            if each.mode is WorkMode.GO_ON
+            if each.partition in asked_of
             else each
             for each in portions
         ]
+
+    def _nearly_empty(self, portion: Portion) -> bool:
+        """Whether the target cannot have many of these changes: then sending all of them takes less time.
+
+        Of a first filling only, which does not record keys.
+        """
+        if not portion.first:
+            return False
+        if self._highs is None:
+            self._highs = self._bucket.seqnos()
+        return self._highs.get(portion.partition, ZERO) * 10 < len(portion.rows)
 
     def _newer(self, rows: pa.Table, known: Mapping[bytes, Metadata]) -> list[bool]:
         """Whether each row is newer than what the target has."""
