@@ -1,7 +1,7 @@
-"""Object stores for tests, in memory, on a free port: s3proxy's published JAR, and Azurite for Azure.
+"""Object stores for tests, in memory, on a free port: s3proxy, Azurite for Azure, fake-gcs-server for Google.
 
 Version 4.1 of s3proxy is the first whose conditional puts have one winner under races; moto and older ones
-have several. Azurite has one too.
+have several. Azurite has one too, and so has fake-gcs-server behind the program in `gcs_server`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.jars import jars
 JAR = "org.gaul:s3proxy:4.1.0:jar-with-dependencies"
 KEY, SECRET = "AKIDTESTS", "a-secret-of-the-tests"
 BUCKET = "lakes"
+GCS = Path(__file__).parent / "apps" / "gcs_server"
 AZURITE_VERSION = "3.35.0"
 # The account that every Azurite has, as its documentation lists it.
 AZURITE_ACCOUNT = "devstoreaccount1"
@@ -90,6 +91,28 @@ def azure_store(directory: Path) -> Iterator[dict[str, str]]:
         hosts = azure_hosts("", environment["AZURE_STORAGE_ENDPOINT"])
         fs.AzureFileSystem(AZURITE_ACCOUNT, account_key=AZURITE_KEY, **hosts).create_dir(BUCKET)
         yield environment
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+@contextmanager
+def google_store(directory: Path) -> Iterator[dict[str, str]]:
+    """Run fake-gcs-server, with an empty bucket; what its clients need in their environment."""
+    program, address = directory / "gcs", f"127.0.0.1:{_free_port()}"
+    if shutil.which("go") is None:
+        pytest.skip("no Go here to build fake-gcs-server with")
+    build = ["go", "build", "-o", str(program), "."]
+    made = subprocess.run(build, cwd=GCS, capture_output=True, text=True, timeout=600, check=False)
+    if made.returncode:
+        pytest.skip(f"fake-gcs-server could not be fetched or built: {made.stderr.strip()[-200:]}")
+    log = directory / "gcs.log"
+    with log.open("wb") as out:
+        command = [str(program), "-address", address, "-bucket", BUCKET]
+        server = subprocess.Popen(command, stdout=out, stderr=out)
+    try:
+        _wait(server, int(address.rpartition(":")[2]), log)
+        yield {"STORAGE_EMULATOR_HOST": f"http://{address}"}
     finally:
         server.terminate()
         server.wait(30)

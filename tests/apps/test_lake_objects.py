@@ -20,7 +20,17 @@ from deltalake.exceptions import CommitFailedError
 from hypothesis import HealthCheck, given, settings
 
 import upper
-from tests.apps.test_lake_model import SET, Here, Killed, Story, World, happen, live_through, turns
+from tests.apps.test_lake_model import (
+    PARTITIONS,
+    SET,
+    Here,
+    Killed,
+    Story,
+    World,
+    happen,
+    live_through,
+    turns,
+)
 from tests.apps.test_lake_node import LAYOUT
 from tests.apps.test_lake_node import Here as HereToo
 from tests.nodes import Node
@@ -29,7 +39,7 @@ from upper.apps.lake.lake import Lake, held
 from upper.apps.lake.maintenance import compact, remove_retired
 from upper.apps.lake.position import LakePosition
 from upper.apps.lake.query import query
-from upper.apps.lake.schema import CHANGES, LakeLayout
+from upper.apps.lake.schema import CHANGES, LATEST, LakeLayout
 from upper.apps.lake.store import LocalStore, ObjectStore, open_store
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.tables import LakeTable
@@ -136,6 +146,23 @@ def test_a_bucket_is_restored_from_an_object_store(
         with upper.connect(other.url) as bucket:
             assert bucket.get("k9").value == b"value 9"
     assert SECRET not in done.stdout + done.stderr
+
+
+def test_a_query_of_one_partition_requests_no_file_of_others(url: str) -> None:
+    world = World(url)
+    happen(world.bucket, [("mutation", p, b"k%d" % p, 0) for p in range(PARTITIONS)])
+    world.settle()
+    world.sync.refresh()
+    wanted = [file for file in world.lake.latest.files() if file.may_hold(0)]
+    others = [file for file in world.lake.latest.files() if not file.may_hold(0)]
+    assert wanted
+    assert others
+    for file in others:
+        world.lake.root.remove(f"{LATEST}/{file.path}")
+    rows = list(query(url, "select key from latest where partition = 0 and key = 'k0'"))
+    assert rows == [{"key": b"k0"}]
+    with pytest.raises((OSError, InvalidArguments)):
+        list(query(url, "select key from latest where key = 'k0'"))
 
 
 def test_of_two_writers_of_a_version_the_store_accepts_one(url: str) -> None:

@@ -238,12 +238,21 @@ def _dataset(connection: duckdb.DuckDBPyConnection, table: LakeTable, held: Sequ
         schema=table_schema(table.name) if own else pa.schema(table.delta.schema().to_arrow()),
         format=ds.ParquetFileFormat(),
         filesystem=store.filesystem,
-        partitions=[ds.field(GROUP) == file.group for file in held],
+        partitions=[_promise(file, own=own) for file in held],
     )
     # All files of a table, or those of `changes` that `latest` or a view lacks.
     name = f"files_of_{table.name.replace('/', '_')}_{next(NUMBERS)}"
     connection.register(name, dataset)
     return name
+
+
+def _promise(file: DataFile, *, own: bool) -> Any:
+    """What is true of every row of a file, by which Arrow skips it without a request to the store."""
+    import pyarrow.dataset as ds
+
+    group, partition = ds.field(GROUP) == file.group, ds.field("partition")
+    within = (partition >= file.low["partition"]) & (partition <= file.high["partition"])
+    return group & within if own else group
 
 
 def _merged(

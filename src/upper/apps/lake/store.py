@@ -13,6 +13,7 @@ them, are sent to the workers, and appear in no message, log or file.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 Place: TypeAlias = "LakeStore | Path | str"
 SCHEMES = ("s3", "gs", "abfss", "file")
 LOCK = ".lock"
+GCS_SERVER = "STORAGE_EMULATOR_HOST"  # a server instead of Google's, as Google's own tools name it
 # Delta's library tries for minutes; a sync retries by itself, and logs it.
 PATIENCE = {"max_retries": "4", "retry_timeout": "20s"}
 
@@ -256,6 +258,9 @@ class ObjectStore(LakeStore):
 
         scheme, account = urlsplit(self.url).scheme, urlsplit(self.url).hostname or ""
         if scheme == "gs":
+            if host := self._option(GCS_SERVER):
+                server = urlsplit(host)
+                return fs.GcsFileSystem(anonymous=True, scheme=server.scheme, endpoint_override=server.netloc)
             return fs.GcsFileSystem()
         if scheme == "abfss":
             return fs.AzureFileSystem(
@@ -377,4 +382,8 @@ def open_store(place: LakeStore | Path | str, options: Mapping[str, str] | None 
     for endpoint in ("AWS_ENDPOINT_URL", "AZURE_STORAGE_ENDPOINT"):
         if (chosen.get(endpoint) or os.environ.get(endpoint) or "").startswith("http://"):
             chosen.setdefault("allow_http", "true")  # Delta's library requires it
+    if parts.scheme == "gs" and (server := chosen.get(GCS_SERVER) or os.environ.get(GCS_SERVER)):
+        account = {"gcs_base_url": server, "disable_oauth": True, "client_email": "", "private_key": ""}
+        chosen |= {"google_service_account_key": json.dumps(account | {"private_key_id": ""})}
+        chosen.setdefault("allow_http", str(server.startswith("http://")).lower())
     return ObjectStore(place.rstrip("/"), chosen)
