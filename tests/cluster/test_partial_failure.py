@@ -344,7 +344,7 @@ def test_a_quiet_request_whose_change_is_not_confirmed_gets_an_answer_in_its_pla
     assert statuses(after) == [(1, 0), (2, FAILED), (4, 0)]
 
 
-def test_quiet_requests_that_cannot_be_told_apart_fail_the_connection() -> None:
+def test_quiet_requests_that_cannot_be_distinguished_fail_the_connection() -> None:
     data = request(Opcode.SETQ, 0, 5) + request(Opcode.SETQ, 1, 5)
     for answers in (b"", response(Opcode.SETQ, 5, Status.KEY_EXISTS)):
         assert failures_of(answers, [(data, 0, len(data), False)], GONE, 4) is None

@@ -38,7 +38,7 @@ class Answers:
         self.answers = 0  # bytes of the answers
         self.majorities = 0  # answers that wait for one
         self.size = 0  # bytes: of the answers, of the changes that they confirm and of the requests
-        self.unclear = False  # some failed because it cannot be said which of them a failure is about
+        self.unclear = False  # some failed because it is not known which of them the failure concerns
 
     def __bool__(self) -> bool:
         return bool(self._held)
