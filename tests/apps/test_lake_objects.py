@@ -44,6 +44,7 @@ from upper.apps.lake.store import LocalStore, ObjectStore, open_store
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.verify import verify
+from upper.cli.main import main
 from upper.errors import DirectoryInUse, InvalidArguments
 from upper.pipeline.source import BucketSource
 
@@ -163,6 +164,27 @@ def test_a_query_of_one_partition_requests_no_file_of_others(url: str) -> None:
     assert rows == [{"key": b"k0"}]
     with pytest.raises((OSError, InvalidArguments)):
         list(query(url, "select key from latest where key = 'k0'"))
+
+
+def test_a_file_is_imported_into_an_object_store_and_its_index_is_in_a_directory(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, index = tmp_path / "items.jsonl", tmp_path / "index"
+    file.write_text(
+        "".join(json.dumps({"key": f"k{n}", "value": {"title": f"word{n}"}}) + "\n" for n in range(20))
+    )
+    assert main(["import", str(file), url]) == 0
+    assert main(["index", "create", url, "titles", "--text", "title", "--path", str(index), "--local"]) == 0
+    with file.open("a") as more:
+        more.write(json.dumps({"key": "k3", "value": {"title": "changed"}}) + "\n")
+    assert main(["import", str(file), url]) == 0
+    assert "1 of 21 rows written in 1 commit, 20 by an earlier import" in capsys.readouterr().out
+    for word, keys in (("word4", ["k4"]), ("word3", []), ("changed", ["k3"])):
+        assert main(["search", url, "titles", word, "--json"]) == 0
+        assert [hit["key"] for hit in json.loads(capsys.readouterr().out)["hits"]] == keys
+    assert main(["index", "status", url, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["documents"], shown["behind"], shown["state"]) == (20, 0, "ready")
 
 
 def test_of_two_writers_of_a_version_the_store_accepts_one(url: str) -> None:

@@ -14,7 +14,7 @@ from argparse import ArgumentParser, Namespace
 
 from upper.cli.common import add_lake, lake_of
 from upper.cli.output import ExitCode, Output
-from upper.cli.workers import add_workers, worker_settings
+from upper.cli.workers import add_workers, working
 from upper.errors import DirectoryInUse, InvalidArguments
 
 EXAMPLES = """
@@ -34,7 +34,9 @@ def paths(text: str) -> list[str]:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("do", metavar="|".join(DO), choices=DO)
     add_lake(parser)
-    parser.add_argument("name", metavar="NAME", nargs="?", help="the name of the index; list takes none")
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", help="the name of the index; list and status take none"
+    )
     parser.add_argument("--text", type=paths, default=[], metavar="PATH,…", help="create: search these words")
     parser.add_argument(
         "--fields", type=paths, default=[], metavar="PATH,…", help="create: match and show these values"
@@ -50,7 +52,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     from upper.apps.index import manage
     from upper.apps.lake.lake import Lake
 
-    if (args.name is None) != (args.do == "list"):
+    if (args.name is None) != (args.do == "list") and args.do != "status":
         raise InvalidArguments("list takes no NAME, the other commands take one; see `upper index --help`")
     store = lake_of(args)
     lake = Lake(store)
@@ -68,25 +70,11 @@ def run(args: Namespace, out: Output) -> ExitCode:
         else:
             manage.rebuild(store, args.name)
         try:
-            _build(args, out)
+            with working(args, out, "upper index", "indexing") as (held, runner):
+                manage.refresh(held, runner, args.name)
             report = manage.reports(Lake(store), args.name)[0]
             size = f"{report.size / 1e6:,.1f} MB"
             out.show(report, text=f"index {args.name}: {report.documents:,} documents, {size}")
         except DirectoryInUse:
             out.show({"index": args.name}, text=f"index {args.name}: the sync that runs builds it")
     return ExitCode.OK
-
-
-def _build(args: Namespace, out: Output) -> None:
-    """Build the index, if no sync runs."""
-    from upper.apps.index.manage import refresh
-    from upper.apps.lake.lake import Lake, held
-    from upper.cli.progress import share_done
-    from upper.spark.workers import workers
-
-    store = lake_of(args)
-    with held(store), share_done(out, "indexing") as watch:
-        lake = Lake(store)
-        lake.repair()
-        with workers("upper index", worker_settings(args)) as runner:
-            refresh(lake, runner(watch=watch), args.name)

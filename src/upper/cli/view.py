@@ -15,7 +15,7 @@ from argparse import ArgumentParser, Namespace
 
 from upper.cli.common import add_lake, lake_of
 from upper.cli.output import ExitCode, Output
-from upper.cli.workers import add_workers, worker_settings
+from upper.cli.workers import add_workers, working
 from upper.errors import DirectoryInUse, InvalidArguments
 
 EXAMPLES = """
@@ -51,7 +51,13 @@ def run(args: Namespace, out: Output) -> ExitCode:
     if args.do == "list":
         out.show(manage.listed(lake), empty="no views")
     elif args.do == "refresh":
-        count = _refresh(args, out)
+        try:
+            count = _refresh(args, out)
+        except DirectoryInUse:
+            raise DirectoryInUse(
+                f"a sync of the lake {lake} runs, and keeps its views up to date; `upper view list {lake}` "
+                "shows how far they are behind"
+            ) from None
         out.show({"views": count}, text=f"{count} materialised views are up to date")
     elif args.do == "drop":
         manage.drop(lake, args.name)
@@ -73,14 +79,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
 
 def _refresh(args: Namespace, out: Output) -> int:
     """Bring the tables of views up to date, if no sync runs."""
-    from upper.apps.lake.lake import Lake, held
     from upper.apps.views.manage import refresh
-    from upper.cli.progress import share_done
-    from upper.spark.workers import workers
 
-    store = lake_of(args)
-    with held(store), share_done(out, "refreshing views") as watch:
-        lake = Lake(store)
-        lake.repair()
-        with workers("upper view refresh", worker_settings(args)) as runner:
-            return refresh(lake, runner(watch=watch), args.name)
+    with working(args, out, "upper view refresh", "refreshing views") as (lake, runner):
+        return refresh(lake, runner, args.name)
