@@ -352,19 +352,19 @@ static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length,
     return NULL;
 }
 
-/* Have what a search or a put will need on its way from memory, in four steps: each reads what the one before it asked for,
- * and is made for several keys before the next. Always inlined: a compiler drops the call of a function that only
+/* Have what a search or a put will need on its way from memory, in steps: each reads what the one before it asked for, and is
+ * made for several keys before the next. A search needs the slot and the cell; a put changes the map itself, too, and the
+ * end of its last block. Always inlined: a compiler drops the call of a function that only
  * prefetches. */
 #if defined(__GNUC__)
 #define INLINED static inline __attribute__((always_inline))
 #else
 #define INLINED static inline
 #endif
-INLINED void map_fetch(const upper_map *m, int put) {
+INLINED void map_fetch_all(const upper_map *m) {
     const uint8_t *p = (const uint8_t *)m;
     fetch_soon(p);
     fetch_soon(p + 64);
-    if (!put) return;
     fetch_soon(p + 128);
     fetch_soon(p + 192);
 }
@@ -373,8 +373,9 @@ INLINED void map_fetch_slot(const upper_map *m, uint32_t tag, int put) {
     if (m->count == 0) return;
     const map_index *index = map_part(m, tag);
     fetch_soon(index->slots + map_home(m, index, tag));
+    if (!put) return;
     fetch_soon(m->by_id + 1);
-    if (put) fetch_soon(m->chain + m->blocks - 1);
+    fetch_soon(m->chain + m->blocks - 1);
 }
 
 INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {

@@ -68,8 +68,7 @@ cdef Py_ssize_t look_ahead(
     cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
-    cdef int puts[STREAMED]
-    cdef int i, opcode, count = 0, looked = 0, found = 0
+    cdef int i, opcode, looked = 0, gets = 0, puts = together  # gets are the first of `maps`, puts the last
     cdef const uint8_t *p
     cdef Py_ssize_t total, klen, partition
     while looked < together and size - at >= HEADER_SIZE:
@@ -82,27 +81,35 @@ cdef Py_ssize_t look_ahead(
             partition = by_hash(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen, PyList_GET_SIZE(table))
         homes[looked] = partition
         if klen and partition < PyList_GET_SIZE(table):
-            stores[count] = PyList_GET_ITEM(table, partition)
-            fetch_soon(stores[count])
-            fetch_soon(<const uint8_t *> stores[count] + 64)
-            asked[count] = tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
+            tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
             opcode = p[AT_OPCODE]
-            puts[count] = opcode != GET and opcode != GETQ and opcode != GETK and opcode != GETKQ
-            count += 1
+            if opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
+                store = <object> PyList_GET_ITEM(table, partition)
+                if isinstance(store, Table) and (<Table> store).items is not None:
+                    maps[gets], asked[gets] = &(<Table> store).items.map, tags[looked]
+                    map_fetch_slot(maps[gets], asked[gets], False)
+                    gets += 1
+            else:
+                puts -= 1
+                stores[puts], asked[puts] = PyList_GET_ITEM(table, partition), tags[looked]
+                fetch_soon(stores[puts])
+                fetch_soon(<const uint8_t *> stores[puts] + 64)
         looked += 1
-    for i in range(count):
+    for i in range(gets):
+        map_fetch_cell(maps[i], asked[i], False)
+    for i in range(puts, together):
         store = <object> stores[i]
-        if isinstance(store, Table) and (<Table> store).items is not None:
-            maps[found] = &(<Table> store).items.map
-            asked[found], puts[found] = asked[i], puts[i]
-            map_fetch(maps[found], puts[found])
-            found += 1
-    for i in range(found):
-        map_fetch_slot(maps[i], asked[i], puts[i])
-    for i in range(found):
-        map_fetch_cell(maps[i], asked[i], puts[i])
-    for i in range(found):
-        if puts[i]:
+        maps[i] = &(<Table> store).items.map if isinstance(store, Table) and (<Table> store).items is not None else NULL
+        if maps[i] != NULL:
+            map_fetch_all(maps[i])
+    for i in range(puts, together):
+        if maps[i] != NULL:
+            map_fetch_slot(maps[i], asked[i], True)
+    for i in range(puts, together):
+        if maps[i] != NULL:
+            map_fetch_cell(maps[i], asked[i], True)
+    for i in range(puts, together):
+        if maps[i] != NULL:
             map_fetch_end(maps[i])
     return at
 

@@ -65,11 +65,13 @@ class AnsweringConnection(PeerRights):
                 node.waiting[self.number] = self
                 if len(out) >= COUNTED:
                     self.count_unread()
-        elif out:
+            self._pause_if_full()
+            return
+        if out:
             if self.stream_session is not None:
                 self.stream_session.flush()  # what was asked before this is answered before it
             self._send_answers(out)
-        if changed or self._held:
+        if changed:
             self._pause_if_full()
 
     def _hold(self, answer: bytearray, majority: MajorityWait) -> None:

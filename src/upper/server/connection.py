@@ -153,7 +153,7 @@ class Connection(AnsweringConnection):
         now = perf_counter()
         if now > node.serves_until and node.replication is not None:
             node.replication.check_lease()
-        until = now + TURN / max(1, node.interrupted)
+        until = now + (TURN / node.interrupted if node.interrupted else TURN)
         try:
             while at < size:
                 if now > until:
@@ -234,11 +234,12 @@ class Connection(AnsweringConnection):
             self._answer(out, waits, (data, first, at, routed) if clustered else None)
             self._broken(data, at, error)
             return
-        if self.phase not in ENDED:
+        if at < size and self.phase not in ENDED:
             self._input.put_back(data, at)
         end = at if end is None else end
         self._answer(out, waits, (data, first, end, routed) if clustered else None)
-        self._close_if_answered()
+        if self.phase is not _READING:
+            self._close_if_answered()
 
     def _interrupt(self) -> None:
         """The turn of this peer is over; it continues after the other connections."""
