@@ -200,7 +200,7 @@ def test_documents_are_pushed_over_tls_to_a_server_that_is_trusted(
             (f"opensearchs://localhost:{port}?ca={certificate}", "write the host as its certificate names"),
             (f"opensearchs://{secure}?ca={key}", f"{key} cannot be used (no certificate is in it)"),
             (f"opensearchs://{secure}?ca=/missing", "/missing cannot be used (No such file or directory)"),
-            (f"opensearchs://{server}", f"{server} does not speak TLS; write opensearch:// if it is plain"),
+            (f"opensearchs://{server}", f"{server} does not accept TLS; write opensearch:// if it is plain"),
         ):
             done = push_over_tls(node, target_url, "refused")
             assert done.returncode == 2, (target_url, done.stderr)

@@ -6,7 +6,7 @@ A row has a key and a value; flags and expiration (seconds since 1970) are used 
 lost, and the exit code is then 1. FILE is - for standard input.
 
 LAKE is a new directory, or a lake of earlier imports: it has its own history, without a bucket. An import
-that was interrupted goes on after its last commit. A lake that follows a bucket is refused: import into the
+that was interrupted continues after its last commit. A lake that follows a bucket is refused: import into the
 bucket.
 """
 
@@ -117,7 +117,7 @@ def _stopped(done: Imported, *, to_lake: bool) -> str:
     if to_lake:
         return (
             f"upper: stopped; {done.written + done.present:,} of the first {done.rows:,} rows are committed, "
-            "and the same command goes on after them"
+            "and the same command continues after them"
         )
     return (
         f"upper: stopped; {done.written:,} of the first {done.rows:,} rows are written, and "

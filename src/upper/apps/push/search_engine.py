@@ -296,7 +296,7 @@ class Retry:
 
 
 def trusting(authority: str | None) -> ssl.SSLContext:
-    """TLS with servers whose certificates are of this authority, or of those that the system knows."""
+    """TLS with servers whose certificates are of this authority, or of those that the system trusts."""
     try:
         return ssl.create_default_context(cafile=authority)
     except ssl.SSLError:
@@ -318,7 +318,7 @@ def _tls_refusal(error: ssl.SSLError, here: str) -> InvalidArguments | None:
             f"the certificate of {here} is not trusted ({error.verify_message}); {remedy}"
         )
     if error.reason in NO_TLS:
-        return InvalidArguments(f"{here} does not speak TLS; write opensearch:// if it is plain HTTP")
+        return InvalidArguments(f"{here} does not accept TLS; write opensearch:// if it is plain HTTP")
     return None
 
 

@@ -3,7 +3,7 @@
 A row is a change: its partition follows from the key, its seqno is the next one of that partition, and the
 branch is chosen when the partition gets its first row. Rows are committed in portions, in the order of the
 file, each commit a snapshot of every partition. A commit also carries how many rows of the file led to it,
-and a digest of them. An import that begins with the same rows goes on after them, so a killed import leaves
+and a digest of them. An import that begins with the same rows continues after them, so a killed import leaves
 whole commits, and running it again writes no row twice. A lake that follows a bucket is refused: its rows are
 those of the bucket.
 """
