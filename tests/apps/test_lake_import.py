@@ -191,6 +191,31 @@ def test_a_lake_of_an_import_is_read_like_any_other(
     assert "was made by `upper import` and follows no bucket" in capsys.readouterr().err
 
 
+def test_a_prune_says_which_commits_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lake, file = str(tmp_path / "lake"), tmp_path / "items.jsonl"
+    for value in ("one", "two"):
+        assert main(["import", str(write_rows(file, [{"key": "k", "value": value}])), lake]) == 0
+    capsys.readouterr()
+    assert main(["backup", "prune", lake, "--keep-commits", "1", "--local", "--yes"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("1 rows removed from 1 files, 0 old files deleted; commit 2 of ")
+    assert "is the oldest that stays; earlier ones can be restored until the files" in printed
+
+    def exported(commit: int) -> int:
+        return main(["export", lake, str(tmp_path / "out.jsonl"), "--commit", str(commit)])
+
+    assert exported(1) == 0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["value"] == "one"
+    named = {f"changes/{each.path}" for each in Lake(lake).changes.files()}
+    for path in Path(lake, "changes").rglob("*.parquet"):
+        if str(path.relative_to(lake)) not in named and "_delta_log" not in path.parts:
+            path.unlink()  # as a vacuum does two hours later
+    capsys.readouterr()
+    assert exported(1) == 2
+    assert "commit 1 of the lake" in capsys.readouterr().err
+    assert exported(2) == 0
+
+
 def test_a_bucket_is_restored_from_a_lake_of_an_import(tmp_path: Path) -> None:
     lake, file = str(tmp_path / "lake"), tmp_path / "items.csv"
     file.write_text("key,value\na,1\nb,2\n")

@@ -114,8 +114,9 @@ def _prune(args: Namespace, out: Output) -> ExitCode:
     text = "nothing to remove: no row is needed by older commits alone"
     if done.rows:
         text = (
-            f"{done.rows:,} rows removed from {done.files} files; {oldest} is the oldest that "
-            f"can be restored; {len(gone)} files deleted"
+            f"{done.rows:,} rows removed from {done.files} files, {len(gone)} old files deleted; {oldest} is "
+            f"the oldest that stays; earlier ones can be restored until the files that were replaced now are "
+            f"deleted, by a sync or a prune in {VACUUM_HOURS} hours"
         )
     out.show(done, text=text)
     return ExitCode.OK
