@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,9 @@ class Member(Running):
 
     def park(self, partition: Partition, parked: bool) -> None:
         self.replication.park(partition, parked)
+
+    def expect(self, partition: Partition, expected: bool) -> None:
+        self.replication.expect(partition, expected)
 
     def serve(self, allowed: bool) -> None:
         self.replication.serve(allowed)
@@ -493,6 +497,35 @@ def test_a_request_for_a_parked_partition_is_refused_after_a_while(on_disk: Memb
         refused = client.set(b"k", b"v", partition=1)
         assert refused.status == Status.TEMPORARY_FAILURE
         assert b"handed over" in refused.value
+
+
+@pytest.mark.parametrize("ending", ["handed over", "taken back"])
+def test_requests_wait_at_the_destination_of_a_handover_that_has_not_read_the_new_map(
+    on_disk: Member, ending: str
+) -> None:
+    def read(entry: PartitionEntry) -> None:
+        on_disk.map = on_disk.map.changed({ALONE: entry})
+        on_disk.revision += 1
+        on_disk.copies.observe(on_disk.view)
+
+    with peer(on_disk) as client:
+        replica = PartitionEntry(Epoch(2), THERE, (HERE,), BOTH, branch_epoch=Epoch(1))
+        on_disk.call(lambda: read(replica))
+        assert client.set(b"k", b"v", partition=1).status == Status.NOT_MY_VBUCKET
+        on_disk.call(lambda: read(replace(replica, moving_to=HERE, leaves=True)))
+        opaque = ask_set(client, b"k", partition=ALONE)
+        client.send(Request(opcode=Opcode.NOOP, opaque=77))
+        with peer(on_disk) as other:
+            other.get(b"k", partition=0)
+        assert is_silent(on_disk, client)
+        if ending == "handed over":
+            mine = PartitionEntry(Epoch(3), HERE, (), frozenset({HERE}), branch_epoch=Epoch(1))
+            on_disk.call(lambda: read(mine))
+            assert answer(client, opaque).status == 0
+        else:
+            on_disk.call(lambda: read(replica))
+            assert answer(client, opaque).status == Status.NOT_MY_VBUCKET
+        assert answer(client, 77).status == 0
 
 
 def test_too_few_in_sync_copies_refuse_writes_and_serve_reads(tmp_path: Path) -> None:

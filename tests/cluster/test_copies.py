@@ -40,6 +40,9 @@ class Recorded:
     def park(self, partition: Partition, parked: bool) -> None:
         self.calls.append(f"{'park' if parked else 'release'} {partition}")
 
+    def expect(self, partition: Partition, expected: bool) -> None:
+        self.calls.append(f"{'expect' if expected else 'do not expect'} {partition}")
+
     def serve(self, allowed: bool) -> None:
         self.calls.append("serve" if allowed else "refuse")
 

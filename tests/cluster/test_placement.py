@@ -134,6 +134,29 @@ def test_a_failover_changes_the_partitions_of_the_dead_node_alone() -> None:
     }
 
 
+@given(members, st.integers(0, 2), st.booleans())
+def test_a_handover_leaves_no_copy_at_a_source_that_leaves_unless_a_copy_is_not_in_sync(
+    zones: list[str], replicas: int, whole: bool
+) -> None:
+    nodes = named([*zones, ""])
+    current = initial(nodes[:-1], BucketSettings(partitions=4, replicas=replicas), seed=7)
+    to = nodes[-1].id
+    for entry in current.entries:
+        copied = replace(entry, replicas=(*entry.replicas, to), in_sync=entry.in_sync | {to})
+        lagging = frozenset(entry.replicas[:1]) if not whole else frozenset()
+        moving = replace(copied, moving_to=to, leaves=True, in_sync=copied.in_sync - lagging)
+        after = handed_over(moving, to)
+        assert after is not None
+        assert (after.active, after.epoch, after.moving_to, after.leaves) == (
+            to,
+            entry.epoch + 1,
+            None,
+            False,
+        )
+        assert (entry.active in after.copies) == (entry.active in after.in_sync) == bool(lagging)
+        assert len(after.in_sync) >= len(moving.in_sync) - (not lagging)
+
+
 def test_each_failover_has_a_branch_of_its_own_and_a_handover_keeps_it() -> None:
     current = initial(named([""] * 3), BucketSettings(partitions=4, replicas=2), seed=7)
     first = current.branch(Partition(0))
@@ -163,8 +186,9 @@ def test_a_map_survives_being_stored(zones: list[str], replicas: int) -> None:
         for to in (None, *entry.replicas):
             for branch_epoch in (1, 3, 4):
                 other = replace(entry, epoch=Epoch(4), branch_epoch=Epoch(branch_epoch), moving_to=to)
-                changed = current.changed({Partition(0): other})
-                assert BucketMap.from_bytes(changed.to_bytes()) == changed
+                for leaves in (False, True)[: 1 + (to is not None)]:
+                    changed = current.changed({Partition(0): replace(other, leaves=leaves)})
+                    assert BucketMap.from_bytes(changed.to_bytes()) == changed
 
 
 def test_a_map_that_cannot_be_read_is_refused_with_a_sentence() -> None:

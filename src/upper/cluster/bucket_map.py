@@ -38,6 +38,7 @@ class PartitionEntry:
     in_sync: frozenset[NodeId] = frozenset()
     moving_to: NodeId | None = None
     branch_epoch: Epoch = NO_EPOCH  # the epoch that began the present branch, by failover; 0: none did
+    leaves: bool = False  # with `moving_to`: the active node keeps no copy
 
     def __post_init__(self) -> None:
         copies = self.copies
@@ -51,6 +52,8 @@ class PartitionEntry:
             raise ValueError(f"in-sync nodes {sorted(self.in_sync)} hold no copy")
         if self.moving_to is not None and self.moving_to not in self.replicas:
             raise ValueError(f"a partition moves to one of its replicas, not to {self.moving_to}")
+        if self.leaves and self.moving_to is None:
+            raise ValueError("the active node leaves with a handover, and none is under way")
 
     @property
     def copies(self) -> tuple[NodeId, ...]:
@@ -155,6 +158,9 @@ class BucketMap:
                 # Only where they have a meaning: the epoch of the branch, and the node that it moves to.
                 *([entry.branch_epoch] if entry.branch_epoch != entry.epoch or entry.moving_to else []),
                 *([index[entry.moving_to]] if entry.moving_to is not None else []),
+                *(
+                    [1] if entry.leaves else []
+                ),  # earlier versions ignore it, and the controller removes the copy
             ]
             for entry in self.entries
         ]
@@ -200,4 +206,5 @@ def _entry(row: list[Any], nodes: list[NodeId]) -> PartitionEntry:
         frozenset(node for place, node in enumerate(held) if bits >> place & 1),
         nodes[rest[1]] if len(rest) > 1 else None,
         Epoch(rest[0] if rest else epoch),
+        len(rest) > 2,
     )

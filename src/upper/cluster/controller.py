@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass, field
+from time import thread_time
 
 from upper.cluster import placement
 from upper.cluster.agreement import ABSENT, AgreementStore, LeaseId
@@ -33,7 +34,7 @@ class ControllerSettings:
     restore_after: float = 300.0  # that a node is away before its copies are made elsewhere
     first_seen: float = 10.0  # that a node may take to appear, after this process has started
     between_steps: float = 0.03  # between two steps of a rebalance, so that each moves many partitions
-    rest: float = 5.0  # times as long as a step took, where that is more: for large maps and a slow store
+    rest: float = 2.0  # times the processor time of a step, where that is more: for large maps
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class Controller:
     """Makes this node the controller if there is none, and performs that role. Every call is made in one
     thread.
 
-    `ask` returns the progress of copies on nodes, within a bounded time; `now` is a monotonic clock.
+    `ask` returns the progress of copies on nodes, within a bounded time; `now` is a monotonic clock, `spent`
+    the processor time of this thread.
     """
 
     def __init__(
@@ -142,8 +144,10 @@ class Controller:
         ask: Callable[[ClusterState, Set[NodeId]], ProgressOf],
         now: Callable[[], float],
         settings: ControllerSettings,
+        spent: Callable[[], float] = thread_time,
     ) -> None:
         self._node, self._store, self._ask, self._now, self._settings = node, store, ask, now, settings
+        self._spent = spent
         self._started = now()
         self._seen: set[NodeId] = set()
         self._away_since: dict[NodeId, float] = {}
@@ -174,8 +178,8 @@ class Controller:
         if state.bucket_map is None:
             return False
         alive = self._alive(state)
-        began = self._now()
-        if began < self._next_step and all(entry.active in alive for entry in state.bucket_map.entries):
+        began = self._spent()
+        if self._now() < self._next_step and all(entry.active in alive for entry in state.bucket_map.entries):
             return False  # a rebalance goes on in a moment; a failover would not wait
         asked = needs_progress(state.bucket_map, alive)
         progress = self._ask(state, asked) if asked else {}
@@ -185,9 +189,8 @@ class Controller:
         self._report_unavailable(state, alive)
         changed = bool(decision) and self._store_decision(state, decision)
         if decision.entries and not decision.why:
-            ended = self._now()
-            pause = max(self._settings.between_steps, self._settings.rest * (ended - began))
-            self._next_step = ended + pause
+            pause = max(self._settings.between_steps, self._settings.rest * (self._spent() - began))
+            self._next_step = self._now() + pause
         return changed
 
     def pause(self) -> float:

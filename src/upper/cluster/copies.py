@@ -66,6 +66,12 @@ class CopyActions(Protocol):
     def park(self, partition: Partition, parked: bool) -> None:
         """Hold writes of this partition back, at most for a second, while it is handed over; or continue."""
 
+    def expect(self, partition: Partition, expected: bool) -> None:
+        """This replica is to become active by a handover, or no longer: its requests wait, at most a second.
+
+        Clients may have the next map before this node has read it.
+        """
+
     def serve(self, allowed: bool) -> None:
         """Serve the active copies, reads too; or refuse everything, because the lease may be over."""
 
@@ -142,6 +148,7 @@ class NodeCopies:
         self._held = set(held)
         self._damaged = frozenset(damaged)
         self._roles: dict[Partition, CopyRole] = {}
+        self._expected: set[Partition] = set()  # replicas that are to become active by a handover
         self._diverged: set[Partition] = set()  # replicas here that leave the in-sync set, to roll back
         self._allowed = False
         self._serving = False
@@ -170,6 +177,9 @@ class NodeCopies:
                 self._roles.pop(partition, None)
                 self._diverged.discard(partition)
                 self.active.pop(partition, None)
+            if (entry.moving_to == node) != (partition in self._expected):
+                self._expected ^= {partition}
+                self._actions.expect(partition, partition in self._expected)
 
     def _known_entries(self, view: MapView) -> Sequence[PartitionEntry]:
         """The entries that this node follows already, if nothing but entries can differ from them."""

@@ -75,12 +75,18 @@ def forced(
 def handed_over(entry: PartitionEntry, to: NodeId) -> PartitionEntry | None:
     """The entry after a takeover by an in-sync replica that holds everything; None if it is not in sync.
 
-    The former active node stays in the in-sync set: it holds everything that the new one has. The source
-    makes this change, once it takes no more writes and the other node has acknowledged all of them.
+    The former active node stays in the in-sync set: it holds everything that the new one has. If it is to
+    hold no copy, it leaves at once, unless another copy is not in sync: the new active node does not have to
+    wait for its acknowledgements. The source makes this change, once it takes no more writes and the other
+    node has acknowledged all of them.
     """
     if to not in entry.in_sync or to == entry.active:
         return None
-    return entry.with_active(to, in_sync=entry.in_sync, begins_branch=False)
+    after = entry.with_active(to, in_sync=entry.in_sync, begins_branch=False)
+    if not entry.leaves or not set(entry.copies) <= entry.in_sync:
+        return after
+    replicas = tuple(node for node in after.replicas if node != entry.active)
+    return replace(after, replicas=replicas, in_sync=entry.in_sync - {entry.active})
 
 
 def distrusted(entry: PartitionEntry, node: NodeId) -> PartitionEntry:

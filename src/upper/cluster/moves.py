@@ -6,7 +6,7 @@ what is left to do, and every step may be repeated:
 1. the nodes that are to hold a copy become replicas, and catch up;
 2. the active node puts them into the in-sync set;
 3. `moving_to` names the target's active node. The present one parks writes and hands over, by its own
-   compare-and-swap;
+   compare-and-swap. If it is not in the target (`leaves`), this removes its copy too;
 4. once all copies of the target are in sync, the other copies are removed from the map, and their nodes
    delete them.
 
@@ -76,7 +76,8 @@ def _after_copying(entry: PartitionEntry, copies: Sequence[NodeId], alive: Set[N
     if not set(copies) <= entry.in_sync:
         return entry
     if entry.active != first:
-        return replace(entry, moving_to=first) if first in alive else entry
+        leaves = entry.active not in copies
+        return replace(entry, moving_to=first, leaves=leaves) if first in alive else entry
     return without(entry, set(entry.copies) - set(copies))
 
 
@@ -89,12 +90,14 @@ def without(entry: PartitionEntry, nodes: Set[NodeId]) -> PartitionEntry:
     gone = nodes & set(entry.replicas)
     if not gone:
         return entry
+    staying = entry.moving_to in gone
     return replace(
         entry,
         epoch=Epoch(entry.epoch + 1),
         replicas=tuple(node for node in entry.replicas if node not in gone),
         in_sync=entry.in_sync - gone,
-        moving_to=None if entry.moving_to in gone else entry.moving_to,
+        moving_to=None if staying else entry.moving_to,
+        leaves=entry.leaves and not staying,
     )
 
 
@@ -113,7 +116,7 @@ def repaired(bucket_map: BucketMap, alive: Set[NodeId], *, moving: bool) -> Entr
         if entry.moving_to is not None and (
             not moving or entry.moving_to not in alive or entry.moving_to not in entry.in_sync
         ):
-            after = replace(after, moving_to=None)
+            after = replace(after, moving_to=None, leaves=False)
         surplus = len(entry.copies) - 1 - bucket_map.settings.replicas
         if not moving and surplus > 0 and entry.active in alive:
             order = sorted(entry.replicas, key=lambda node: (node in entry.in_sync, node in alive))

@@ -57,6 +57,9 @@ class NodeActions:
     def park(self, partition: Partition, parked: bool) -> None:
         self._replication.park(partition, parked)
 
+    def expect(self, partition: Partition, expected: bool) -> None:
+        self._replication.expect(partition, expected)
+
     def serve(self, allowed: bool) -> None:
         self._replication.serve(allowed)
 

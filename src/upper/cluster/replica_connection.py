@@ -72,6 +72,7 @@ NO_STREAM = 0xFFFF_0000  # the opaque of messages that belong to no stream
 SEQNO_ACK = 0x66
 NOOP, STOP = UPR.opcode(Noop), UPR.opcode(StopStream)
 MAX_SETTING = 4000  # bytes of a CONTROL; a node rejects longer ones
+ACKNOWLEDGED = 1 / 32  # of the window is acknowledged at a time, so that copies need a small share of it
 HELD = 64 << 10  # bytes of an unfinished snapshot that are kept until the rest of it arrives
 _NO_STREAMS = array("Q")
 
@@ -121,7 +122,7 @@ class ReplicaConnection(asyncio.Protocol):
         self._tables: list[PartitionStore | None] = [None] * count  # by opaque: those that receive a stream
         self._inside = bytearray(count)  # where their streams are, for `kernel.apply`
         self.unwritten = UnwrittenBatches()
-        self._acks = Acknowledgements(self._links.settings.window)
+        self._acks = Acknowledgements(self._links.settings.window, share=ACKNOWLEDGED)
         self._active_at = self._loop.time()
 
     # ── Partitions ────────────────────────────────────────────────────────────────────────────────

@@ -315,10 +315,11 @@ class Connection(AnsweringConnection):
         result: Result
         try:
             result = self._handle(row, head, data, at, options)
-        except PartitionWaits as wait:
-            result = self._when_open(wait.opened, row, head, data[at : at + head.size], options)
         except UpperError as error:
-            result = self._refused(error)
+            if (opened := self._opening(error)) is None:
+                result = self._refused(error)
+            else:
+                result = self._when_open(opened, row, head, data[at : at + head.size], options)
         if isinstance(result, Reply):
             if result.status == Status.KEY_NOT_FOUND:
                 self.node.counters.misses[row.name] += 1
@@ -358,6 +359,14 @@ class Connection(AnsweringConnection):
         finally:
             if pending is self.node.bucket.pending:
                 self._changed += pending.size - known
+
+    def _opening(self, error: UpperError) -> asyncio.Future[None] | None:
+        """What a request waits for if its partition is about to be served here, or to leave."""
+        if isinstance(error, PartitionWaits):
+            return error.opened
+        if isinstance(error, NotMyPartition) and self.node.replication is not None:
+            return self.node.replication.handed_here(error.partition)
+        return None
 
     async def _when_open(
         self, opened: asyncio.Future[None], row: Command, head: Header, packet: bytes, options: RequestOptions

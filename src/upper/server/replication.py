@@ -134,6 +134,7 @@ class Replication:
         self._retiring: set[int] = set()  # whose state could not be stored yet
         self._dropping: set[int] = set()  # whose data could not be deleted yet
         self._parked: set[int] = set()
+        self._expected: set[int] = set()  # replicas that are about to become active
         self._waiting: set[int] = set()  # partitions with `Access.WAITING`
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}  # deletions of data
@@ -325,6 +326,16 @@ class Replication:
         (self._parked.add if parked else self._parked.discard)(partition)
         self._refresh(partition)
 
+    def expect(self, partition: Partition, expected: bool) -> None:
+        """Let requests of this replica wait, because it is handed over to this node; or refuse them."""
+        (self._expected.add if expected else self._expected.discard)(partition)
+        if not expected and self.bucket.partitions[partition].access is not Access.WAITING:
+            self._resume(partition)
+
+    def handed_here(self, partition: int) -> asyncio.Future[None] | None:
+        """What a request for this replica waits for, if it is being handed over to this node."""
+        return self._waiter(partition) if partition in self._expected else None
+
     def changed(self, partition: Partition) -> None:
         """The map has changed what this copy waits for, or whether it may be written."""
         self._refresh(partition)
@@ -380,11 +391,19 @@ class Replication:
         """Why a request for this active copy is not processed now."""
         if store.access is Access.WAITING:
             why = f"partition {store.id} is being activated or handed over; try again"
-            return PartitionWaits(why, self._waiters.setdefault(store.id, self.node.loop.create_future()))
+            return PartitionWaits(why, self._waiter(store.id))
         return PartitionClosed(
             f"partition {store.id} is not served here: this node's lease may be over; "
             "read the map again, from another node"
         )
+
+    def _waiter(self, partition: int) -> asyncio.Future[None]:
+        return self._waiters.setdefault(partition, self.node.loop.create_future())
+
+    def _resume(self, partition: int) -> None:
+        """Run the requests that wait for a partition."""
+        if (waiter := self._waiters.pop(partition, None)) is not None:
+            waiter.set_result(None)
 
     def _refresh(self, partition: Partition) -> None:
         store, copy = self.bucket.partitions[partition], self.active.get(partition)
@@ -409,8 +428,8 @@ class Replication:
         store.access = access
         (self._waiting.add if access is Access.WAITING else self._waiting.discard)(store.id)
         self.bucket.served(store)
-        if before is Access.WAITING and (waiter := self._waiters.pop(store.id, None)) is not None:
-            waiter.set_result(None)
+        if before is Access.WAITING:
+            self._resume(store.id)
         if access is Access.CLOSED:
             self.node.end_streams(store, self.node.fanout)
         elif before in (Access.CLOSED, Access.WAITING):

@@ -7,6 +7,7 @@ connection. Small pieces are joined before they are written, large ones are writ
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from upper.history.window import FlowWindow
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 Pieces: TypeAlias = list[bytes | memoryview]
 
+COPIES = 8  # copies of a rebalance use at most one part in 8 of the flow-control window
 DIRECT = 64 << 10  # pieces from this size on are written as they are; smaller ones are joined first
 
 
@@ -28,6 +30,7 @@ class StreamOutput(ABC):
         self.connection: Connection = connection
         self.node: Node = connection.node
         self.window: FlowWindow = FlowWindow()
+        self.finest: float = inf  # the smallest acknowledgement so far, in bytes
         self.items = self.bytes = 0  # sent, by all present and former streams
         self._out: Pieces = []
 
@@ -69,6 +72,15 @@ class StreamOutput(ABC):
     @property
     def _has_room(self) -> bool:
         return self.connection.writable and not self.window.full
+
+    @property
+    def _copies_wait(self) -> bool:
+        """Whether copies have their share of the window: a change that a write waits for may follow at once.
+
+        A replica of an earlier version acknowledges half of the window at a time, so not the share alone.
+        """
+        size = self.window.size
+        return self.window.under_way >= size // COPIES and self.finest < size // 2
 
     def _fits(self, size: int) -> bool:
         """True if this can be sent at once; otherwise it is read from the store in pieces."""

@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 
 RECORDS = 4096  # that are encoded at once
 PARSED = 64 << 10  # bytes of records that are parsed at once, for a filter by value
+FULL = 1.0  # seconds for which copies wait for room at most, if no acknowledgement comes
 PARSING = 16  # cost of parsing a byte, relative to sending it
 
 
@@ -227,6 +228,10 @@ class StreamProducer(StreamOutput):
         """What limits the rate at which a stream is read from the store; None: nothing."""
         return None
 
+    def _is_urgent(self, stream: Subscription) -> bool:
+        """Whether a stream that falls behind goes before the others of its connection."""
+        return False
+
     def _takes(self, stream: Subscription, records: list[bytes]) -> bool:
         """True if a commit may be sent at once; else it is read from the store, piece by piece."""
         return stream.filter.condition is None or sum(map(len, records)) <= PARSED
@@ -318,7 +323,7 @@ class StreamProducer(StreamOutput):
 
     def _enqueue(self, stream: Subscription, todo: Todo) -> None:
         if stream.todo is None:
-            self._queue.append(stream)
+            (self._queue.appendleft if self._is_urgent(stream) else self._queue.append)(stream)
         stream.todo = todo
         self._schedule()
 
@@ -376,10 +381,10 @@ class StreamProducer(StreamOutput):
 
         A stream that has to wait for its pace lets those without one go first.
         """
-        first, wait = self._queue[0], 0.0
+        first, wait, full = self._queue[0], 0.0, self._copies_wait
         for stream in self._queue:
             pace = self._pace_of(stream)
-            if pace is None or not (wait := pace.wait()):
+            if pace is None or not (wait := FULL if full else pace.wait()):
                 if stream is not first:
                     self._queue.remove(stream)
                     self._queue.appendleft(stream)

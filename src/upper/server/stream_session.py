@@ -152,7 +152,8 @@ class StreamSession(StreamProducer):
             case Noop():
                 self._respond(Acknowledged(opcode=NOOP, opaque=message.opaque))
             case BufferAck():
-                if self.window.acknowledged(message.size):
+                self.finest = min(self.finest, message.size)
+                if self.window.acknowledged(message.size) or self._pausing:
                     self._schedule()
             case SeqnoAck():
                 self._replication()
@@ -336,6 +337,9 @@ class StreamSession(StreamProducer):
     def _pace_of(self, stream: Subscription) -> CopyPace | None:
         replication, replica = self.node.replication, self.controls.replica
         return replication.pace_of(stream.partition, replica) if replication and replica else None
+
+    def _is_urgent(self, stream: Subscription) -> bool:
+        return bool(self.controls.replica) and self._pace_of(stream) is None
 
     def _replication(self) -> Replication:
         """For a peer that replicates; refused if it is not a node of the cluster."""

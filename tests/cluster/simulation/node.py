@@ -265,6 +265,9 @@ class SimNode:
     def park(self, partition: Partition, parked: bool) -> None:
         (self.parked.add if parked else self.parked.discard)(partition)
 
+    def expect(self, partition: Partition, expected: bool) -> None:
+        """Requests are delivered once here, and one that waits would be refused or served later."""
+
     def serve(self, allowed: bool) -> None:
         self.serving = allowed
         for partition in self.copies.active:
