@@ -15,7 +15,7 @@ import pytest
 from deltalake import DeltaTable
 
 from tests.apps.bucket_model import ModelBucket
-from upper.apps.lake import files, tables
+from upper.apps.lake import files, rewrite, tables, tasks
 from upper.apps.lake.files import write
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.latest import LatestUnit, RefreshPolicy, refresh
@@ -69,6 +69,29 @@ def following(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Following:
     made.sync.refresh()
     assert len(made.latest_paths()) == PARTITIONS
     return made
+
+
+def test_a_large_lake_is_built_a_few_partitions_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "MEMORY", 1000)  # so that no round makes `latest` of its own rows
+    following = Following(tmp_path / "lake", monkeypatch)
+    following.put(*range(800))
+    following.sync.round()
+    assert not following.latest_paths()
+    real, held = files.read, list[set[int]]()
+
+    def read(root: Any, table: str, *args: Any, **more: Any) -> pa.Table:
+        rows = real(root, table, *args, **more)
+        held.append(set(rows["partition"].to_pylist()) if table == CHANGES else set())
+        return rows
+
+    monkeypatch.setattr(files, "read", read)
+    monkeypatch.setattr(rewrite, "MEMORY", 1)
+    following.sync.refresh()
+    assert max(map(len, held)) == 1
+    assert len(following.latest_paths()) == PARTITIONS
+    assert following.true()
 
 
 def test_only_the_units_whose_partitions_changed_are_rewritten(following: Following) -> None:

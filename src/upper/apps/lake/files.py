@@ -218,14 +218,18 @@ def read_file(
                 rows = file.read_row_groups(_row_groups(file, partitions), columns=columns)
                 rows = rows.filter(pc.is_in(rows["partition"], pa.array(sorted(partitions), pa.int32())))
     except FileNotFoundError as error:
-        raise MissingFiles(
-            f"{store.uri(path)} is missing, though its table names it; restore the file or an earlier "
-            "version of the table, or sync into a new place"
-        ) from error
+        raise _missing(store, path) from error
     for field in wanted:
         if field.name not in held:
             rows = rows.append_column(field, pa.nulls(len(rows), field.type))
     return rows.select(wanted.names).cast(wanted)
+
+
+def _missing(store: LakeStore, path: str) -> MissingFiles:
+    return MissingFiles(
+        f"{store.uri(path)} is missing, though its table names it; restore the file or an earlier "
+        "version of the table, or sync into a new place"
+    )
 
 
 def _row_groups(file: pq.ParquetFile, partitions: Collection[int]) -> list[int]:
@@ -238,6 +242,16 @@ def _row_groups(file: pq.ParquetFile, partitions: Collection[int]) -> list[int]:
         if edges is None or not edges.has_min_max or (edges.max >= first and edges.min <= last):
             found.append(number)
     return found
+
+
+def uncompressed(root: Place, table: str, file: DataFile) -> int:
+    """The bytes of a file's columns before compression, by its footer."""
+    store, path = open_store(root), f"{table}/{file.path}"
+    try:
+        footer = pq.read_metadata(store.path(path), filesystem=store.filesystem)
+    except FileNotFoundError as error:
+        raise _missing(store, path) from error
+    return sum(footer.row_group(number).total_byte_size for number in range(footer.num_row_groups))
 
 
 def discard(root: Place, table: str, files: Iterable[DataFile]) -> None:

@@ -179,6 +179,9 @@ def prepare(connection: duckdb.DuckDBPyConnection, partitions: int | None) -> No
     """Settings and functions of a query; `partition_of`, if the number of partitions is given."""
     connection.execute("set TimeZone = 'UTC'")
     connection.execute("set python_enable_replacements = false")
+    # A lookup reads the footers of all files, and little else: once, and without what follows them.
+    connection.execute("set parquet_metadata_cache = true")
+    connection.execute("set disable_parquet_prefetching = true")
     connection.execute("create macro text(bytes) as try(decode(bytes))")
     connection.execute("create macro doc(bytes) as try_cast(try(decode(bytes)) as json)")
     # DuckDB's own operator takes a BLOB for its notation, which is no JSON: always NULL, without a word.

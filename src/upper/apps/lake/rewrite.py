@@ -5,7 +5,7 @@ As every task they write files and commit nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
@@ -18,7 +18,7 @@ from upper.apps.lake import files
 from upper.apps.lake.replay import by_partition, fold_group, numbers, ordered, take_back, up_to
 from upper.apps.lake.schema import CHANGES, ERASED, LATEST, LOST, DataFile, LakeLayout, file_schema
 from upper.apps.lake.store import LakeStore
-from upper.apps.lake.tasks import TaskResult, by_group, write_grouped
+from upper.apps.lake.tasks import MEMORY, TaskResult, by_group, write_grouped
 from upper.model.values import ZERO, Partition, Seqno
 from upper.pipeline.changes import signed
 from upper.pipeline.plan import RollbackPlan
@@ -151,18 +151,50 @@ class RefreshUnit:
     afresh: frozenset[Partition]  # rolled back since: built again from all their changes
 
     def __call__(self) -> TaskResult:
-        parts = [file_schema(CHANGES).empty_table()]
-        for file in self.changes:
-            for partition, part in by_partition(files.read(self.root, CHANGES, [file])):
-                if partition in self.afresh:
-                    parts.append(part)
-                elif partition in self.after:
-                    parts.append(part.slice(up_to(part, self.after[partition])))
+        done = TaskResult(remove=list(self.latest))
         base = files.read(self.root, LATEST, self.latest)
-        made = fold_group(base, ordered(pa.concat_tables(parts)), afresh=self.afresh)
-        add = files.write(self.root, LATEST, made, group=self.group)
-        files.sync(self.root, LATEST, add)
-        return TaskResult(add=add, remove=list(self.latest), rows=len(made), size=sum(f.size for f in add))
+        for portion in self._portions():
+            parts = [file_schema(CHANGES).empty_table()]
+            for file in self.changes:
+                if any(map(file.may_hold, portion)):
+                    parts += self._new(files.read(self.root, CHANGES, [file], partitions=portion))
+            made = fold_group(base, ordered(pa.concat_tables(parts)), afresh=self.afresh)
+            done.add += files.write(self.root, LATEST, made, group=self.group)
+            done.rows += len(made)
+        files.sync(self.root, LATEST, done.add)
+        done.size = sum(file.size for file in done.add)
+        return done
+
+    def _new(self, rows: pa.Table) -> Iterator[pa.Table]:
+        for partition, part in by_partition(rows):
+            if partition in self.afresh:
+                yield part
+            elif partition in self.after:
+                yield part.slice(up_to(part, self.after[partition]))
+
+    def _portions(self) -> Iterator[list[Partition]]:
+        """Partitions to be made at a time: all of a unit that exists, which is small; else as many as fit.
+
+        The bytes of a file are taken to be spread evenly over its partitions.
+        """
+        partitions = sorted(self.afresh.union(self.after))
+        if self.latest:
+            yield partitions
+            return
+        sizes = {file.path: files.uncompressed(self.root, CHANGES, file) for file in self.changes}
+        portion, held = list[Partition](), 0
+        for partition in partitions:
+            size = sum(
+                sizes[file.path] // (file.high["partition"] - file.low["partition"] + 1)
+                for file in self.changes
+                if file.may_hold(partition)
+            )
+            if portion and held + size > MEMORY:
+                yield portion
+                portion, held = [], 0
+            portion.append(partition)
+            held += size
+        yield portion
 
 
 @dataclass(frozen=True)
