@@ -212,7 +212,7 @@ def backfill(quick: bool) -> Iterator[Row]:
         unit="MB/s",
         ratio=fast["bytes_per_second"] / loopback,
         against="raw loopback",
-        expected=">= 0.25x",
+        expected=">= 0.4x",
     )
     yield Row(
         name="backfill over DCP",
