@@ -13,18 +13,15 @@ from deltalake import DeltaTable
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.apps.output_story import OutputStory, follow_through, output_stories
 from tests.apps.test_lake_model import (
-    KEYS,
     PARTITIONS,
     SET,
-    TURNS,
     Events,
     World,
     filled,
     happen,
     happenings,
-    killed_around_commit,
-    once,
     take,
 )
 from upper.apps.lake import derived, files
@@ -185,43 +182,13 @@ class Outputs:
 
 @pytest.mark.timeout(300)
 @settings(max_examples=15)
-@given(
-    st.lists(
-        st.tuples(
-            happenings,
-            happenings,
-            st.sampled_from([*TURNS, "follow", "follow", "follow due", "follow and die"]),
-            st.one_of(st.none(), st.integers(0, 10)),  # the commit around which the driver is killed
-        ),
-        min_size=1,
-        max_size=6,
-    )
-)
-def test_tables_that_follow_a_lake_end_equal_to_the_bucket(
-    story: list[tuple[Events, Events, str, int | None]],
-) -> None:
+@given(output_stories(commits=10, turns=6))
+def test_tables_that_follow_a_lake_end_equal_to_the_bucket(story: OutputStory) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(derived, "PIECE_BYTES", 1)  # every partition is a piece of its own
         world = World(Path(directory))
         outputs = Outputs(world)
-        for before, during, turn, killed in story:
-            happen(world.bucket, before)
-            world.bucket.between = once(world.bucket, during)
-            with killed_around_commit(-1 if killed is None else killed):
-                if turn.startswith("follow"):
-                    world.round()
-                    world.runner.dies = turn == "follow and die"
-                    outputs.follow(RefreshPolicy(cost=1.5, free=0) if turn == "follow due" else None)
-                else:
-                    take(world, turn)
-            world.runner.dies = False
-            if killed is not None:
-                world.open()
-                world.remember()
-                if turn == "erase":
-                    world.erase(KEYS[0])
-                outputs.open()
-        world.settle()
+        follow_through(world, story, outputs.follow, reopen=outputs.open)
         outputs.follow()
         outputs.check()
 

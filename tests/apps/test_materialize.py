@@ -12,20 +12,12 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import fs
 
+from tests.apps.output_story import DUE, OutputStory, follow_through, output_stories
 from tests.apps.test_lake_model import (
-    KEYS,
-    TURNS,
-    Events,
     World,
     filled,
-    happen,
-    happenings,
-    killed_around_commit,
-    once,
-    take,
 )
 from upper.apps.lake.latest import RefreshPolicy
 from upper.apps.lake.outputs import OutputFollower, refresh_outputs
@@ -44,7 +36,6 @@ BY_GROUP = (
     "max(cas) filter (where seqno > 1) as last from current group by 1"
 )
 WHOLE = "select count(*) as n, sum(cas) as total from current"
-DUE = RefreshPolicy(cost=1.5, free=0)
 
 
 def whole_table(path: Path) -> pa.Table:
@@ -84,46 +75,19 @@ class Views:
 
 @pytest.mark.timeout(300)
 @settings(max_examples=8)
-@given(
-    st.lists(
-        st.tuples(
-            happenings,
-            happenings,
-            st.sampled_from([*TURNS, "follow", "follow", "follow due", "follow and die"]),
-            st.one_of(st.none(), st.integers(0, 14)),  # the commit around which the driver is killed
-        ),
-        min_size=1,
-        max_size=5,
-    )
-)
-def test_a_view_that_is_kept_equals_the_one_that_is_computed(
-    story: list[tuple[Events, Events, str, int | None]],
-) -> None:
+@given(output_stories(commits=14, turns=5))
+def test_a_view_that_is_kept_equals_the_one_that_is_computed(story: OutputStory) -> None:
     with tempfile.TemporaryDirectory() as directory:
         world = World(Path(directory))
         views = Views(world)
-        for before, during, turn, killed in story:
-            happen(world.bucket, before)
-            world.bucket.between = once(world.bucket, during)
-            with killed_around_commit(-1 if killed is None else killed):
-                if turn.startswith("follow"):
-                    world.round()
-                    world.runner.dies = turn == "follow and die"
-                    if turn == "follow due":
-                        views.due.step()
-                    else:
-                        refresh_outputs(world.lake, world.runner)
-                else:
-                    take(world, turn)
-            world.runner.dies = False
-            if killed is not None:
-                world.open()
-                world.remember()
-                if turn == "erase":
-                    world.erase(KEYS[0])
-                views.open()
-            views.check("k")  # at any time
-        world.settle()
+
+        def follow(policy: RefreshPolicy | None) -> None:
+            if policy is None:
+                refresh_outputs(world.lake, world.runner)
+            else:
+                views.due.step()
+
+        follow_through(world, story, follow, reopen=views.open, after=lambda: views.check("k"))
         views.check("k")
         refresh_outputs(world.lake, world.runner)
         views.check("k", "g", "w")

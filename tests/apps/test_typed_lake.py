@@ -17,18 +17,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.apps.bucket_model import ModelBucket
+from tests.apps.output_story import OutputStory, follow_through, output_stories
 from tests.apps.test_lake_model import (
     KEYS,
     PARTITIONS,
     SET,
-    TURNS,
-    Events,
     World,
     happen,
-    happenings,
-    killed_around_commit,
-    once,
-    take,
 )
 from upper.apps.lake.derived import bring_forward
 from upper.apps.lake.latest import RefreshPolicy
@@ -148,45 +143,18 @@ def typed_world(root: Path) -> TypedWorld:
 
 @pytest.mark.timeout(300)
 @settings(max_examples=8)
-@given(
-    st.lists(
-        st.tuples(
-            happenings,
-            happenings,
-            st.sampled_from([*TURNS, "follow", "follow", "follow due", "follow and die"]),
-            st.one_of(st.none(), st.integers(0, 12)),  # the commit around which the driver is killed
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-    st.integers(0, 6),
-)
+@given(output_stories(commits=12, turns=6), st.integers(0, 6))
 @example([([SET] * 3, [], "follow", None), ([("promote", 0, b"", 2), SET], [], "follow", None)], 6)
-def test_typed_tables_end_equal_to_the_bucket(
-    story: list[tuple[Events, Events, str, int | None]], widened: int
-) -> None:
+def test_typed_tables_end_equal_to_the_bucket(story: OutputStory, widened: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         typed = typed_world(Path(directory))
         world = typed.world
-        for number, (before, during, turn, killed) in enumerate(story):
+
+        def widen(number: int) -> None:
             if number == widened:
                 typed.define(WIDER)
-            happen(world.bucket, before)
-            world.bucket.between = once(world.bucket, during)
-            with killed_around_commit(-1 if killed is None else killed):
-                if turn.startswith("follow"):
-                    world.round()
-                    world.runner.dies = turn == "follow and die"
-                    typed.follow(RefreshPolicy(cost=1.5, free=0) if turn == "follow due" else None)
-                else:
-                    take(world, turn)
-            world.runner.dies = False
-            if killed is not None:
-                world.open()
-                world.remember()
-                if turn == "erase":
-                    world.erase(KEYS[0])
-        world.settle()
+
+        follow_through(world, story, typed.follow, before=widen)
         typed.follow()
         typed.check()
         happen(world.bucket, story[0][0])
