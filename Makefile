@@ -61,7 +61,8 @@ sanitize: $(READY) ## the kernel's tests with every access to memory checked; ne
 	UPPER_KERNEL=required UPPER_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-lib build/sanitized --build-temp build/sanitized.o && \
 	LD_PRELOAD="$(SANITIZER)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized UPPER_MAP_RUNS=25 \
 		$(BIN)/python -m pytest -q -p no:cacheprovider -n 0 --timeout 600 -k "not memory" $(SANITIZED_TESTS)
-SANITIZED_TESTS ?= tests/kernel/test_map.py tests/kernel/test_run.py tests/kernel/test_commands.py tests/kernel/test_apply.py
+SANITIZED_TESTS ?= tests/kernel/test_map.py tests/kernel/test_run.py tests/kernel/test_commands.py tests/kernel/test_apply.py \
+	tests/kernel/test_log.py tests/kernel/test_records.py
 
 venv: $(READY) ## create or update the environment in .venv
 

@@ -10,6 +10,16 @@ cdef enum:
     POOLED = 3  # buffers that are kept for the next logs, so that their pages need not be made again
     POOLED_ROOM = 4 << 20  # and how large they may be
 
+cdef extern from *:
+    """
+    #ifdef UPPER_EXACT_BLOCKS /* a sanitizer is to see where a log ends */
+    enum { EXACT_LOGS = 1 };
+    #else
+    enum { EXACT_LOGS = 0 };
+    #endif
+    """
+    enum: EXACT_LOGS
+
 cdef uint8_t *pool[POOLED]
 cdef Py_ssize_t pool_rooms[POOLED]
 cdef int pooled = 0
@@ -38,7 +48,7 @@ cdef class Log:
                 Py_XDECREF(cell_object(self.data + at))
                 self.shared -= 1
             at += cell_length(self.data + at)
-        if self.data != NULL and self.room <= POOLED_ROOM and pooled < POOLED:
+        if self.data != NULL and self.room <= POOLED_ROOM and pooled < POOLED and not EXACT_LOGS:
             pool[pooled], pool_rooms[pooled] = self.data, self.room
             pooled += 1
         else:
@@ -55,7 +65,9 @@ cdef class Log:
             pooled -= 1
             self.data, self.room = pool[pooled], pool_rooms[pooled]
         if self.room - self.used < length:
-            room = max(<Py_ssize_t> FIRST_ROOM, self.used + length + self.room // 2)
+            room = self.used + length
+            if not EXACT_LOGS:
+                room = max(<Py_ssize_t> FIRST_ROOM, room + self.room // 2)
             data = <uint8_t *> realloc(self.data, room)
             if data == NULL:
                 raise MemoryError

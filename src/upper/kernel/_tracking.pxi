@@ -157,7 +157,7 @@ def acknowledge(pairs, dict copies not None, node, dict epochs not None, double 
             copy = <CopyProgress?> <object> made
             made = PyDict_GetItemWithError(epochs, partition)
             replica = copy.find(node, False)
-            if made == NULL or <object> made != copy.epoch or replica == NULL or not replica.waited:
+            if made == NULL or <uint64_t> <object> made != copy.epoch or replica == NULL or not replica.waited:
                 left.append((partition, seqno))
                 continue
             if replica.held < 0 or seqno > <uint64_t> replica.held:

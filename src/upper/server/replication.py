@@ -147,6 +147,8 @@ class Replication:
     # ── Release of batches ────────────────────────────────────────────────────────────────────────
 
     def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+        if not self.active:
+            return []
         found = kernel.wrote(cast("list[tuple[kernel.Table, int]]", reached), self.active, self.node.now())
         return cast("list[tuple[PartitionStore, int]]", found)
 
