@@ -5,6 +5,9 @@ rollback removed. The position is part of each commit, so a sync that was stoppe
 Without --once it follows the bucket until Ctrl-C or SIGTERM. The current round may take 4 more seconds then;
 a longer one is abandoned, and the next sync does it again. A second Ctrl-C stops at once.
 
+Starting Spark takes longer than syncing a small bucket: --local does the same work, with the same commits, in
+threads of this process. A lake may be synced with Spark one day and without it the next.
+
 --types FILE adds typed tables, which every later sync keeps as well; see `upper lake LAKE types`.
 
 --config FILE follows several buckets in one process, as a service: FILE is TOML, with a [[lake]] for each. It

@@ -215,7 +215,8 @@ def follow(
     with follower.opened():
         # Before Spark: mistakes are reported at once.
         if not settings.workers.local:
-            follower.doing(f"starting Spark ({settings.workers.master})")
+            hint = "; --local works without it" if settings.workers.master.startswith("local") else ""
+            follower.doing(f"starting Spark ({settings.workers.master}){hint}")
         with workers("upper sync", settings.workers, stop_within=WORKERS_STOP_WITHIN) as make:
             ended = threading.Event() if settings.once else stop_signals(stopping)
             follower.run(make, ended)
