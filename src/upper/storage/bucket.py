@@ -7,8 +7,7 @@ subscribers as a `Commit`.
 
 When a write or an fdatasync fails, the batch is discarded: the partitions that it changed are read again
 from disk as of the last good batch, every waiting caller gets the error, and from then on the bucket is
-read-only (`failed` has the reason). Streams and reads continue. If the disk was full, writing resumes once
-space is free (`recovery`).
+read-only (`failed` has the reason). Streams and reads continue; `recovery` resumes writing after a full disk.
 
 With durability=memory a batch is acknowledged when it is passed to the writer. An unclean shutdown may lose
 batches; when the directory is opened again, every active partition begins a new branch.
