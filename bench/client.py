@@ -6,12 +6,18 @@ loopback, in the same run as the program it is compared with.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from socket import socket
+from statistics import median
 from types import ModuleType
 
+import upper.aio
 from bench import Row, seconds
 from bench.kernel import KERNELS, record
 from tests.nodes import Node
@@ -22,12 +28,17 @@ from upper.client.bucket import GATHER, Bucket, connect
 from upper.client.bulk import ColumnDecoder
 from upper.client.events import Mutation
 from upper.client.follow import Follower
+from upper.client.link import Purpose
 from upper.client.partition_consumer import PartitionConsumer
 from upper.client.position_codec import ResumePoints
 from upper.client.routes import Routes
+from upper.client.sockets import open_socket
 from upper.client.url import NodeAddress as Address
 from upper.model.messages import SnapshotEndMessage, SnapshotMarker, StreamAccepted, StreamStart
 from upper.model.values import BranchId, Partition, Seqno, Version
+from upper.wire.codes import Opcode
+from upper.wire.extras import STORE
+from upper.wire.packet import REQUEST, pack
 from upper.wire.upr import UPR
 
 PARTITIONS = 64
@@ -149,53 +160,121 @@ def following(bucket: Bucket, items: int) -> Iterator[Row]:
     yield Row(name="the same as events", value=typed_rate / 1e6, unit="M changes/s", expected=">= 0.5")
 
 
+TURNS = 7
+
+
 def calling(bucket: Bucket, node: Node, count: int) -> Iterator[Row]:
-    items = {f"b{n}": b"v" * 100 for n in range(count)}
-    sets = count / seconds(lambda: bucket.set_many(items))
-    gets = count / seconds(lambda: bucket.get_many(items))
-    foreign = _foreign(node, items)
-    for name, rate in (("set_many", sets), ("get_many", gets)):
-        other = foreign.get(name)
-        yield Row(
-            name=f"{name}, one connection",
-            value=rate,
-            unit="/s",
-            ratio=None if other is None else rate / other,
-            against="" if other is None else f"bmemcached{', quiet' if name == 'set_many' else ''}",
-        )
-    some = list(items)[: count // 20]
-    waits: list[float] = []
-    for key in some:
-        begin = time.perf_counter()
-        bucket.get(key)
-        waits.append(time.perf_counter() - begin)
-    waits.sort()
-    shares = (0.5, 0.9, 0.95, 0.99, 1.0)
-    points = tuple((share, waits[min(len(waits) - 1, int(share * len(waits)))] * 1e3) for share in shares)
-    yield Row(
-        name="get, one at a time, median",
-        value=points[0][1] * 1000,
-        unit="us",
-        plot="latency of a get",
-        points=points,
-    )
+    yield from pipelined(bucket, node, count)
+    yield from single(bucket, count // 20)
+    yield asyncio.run(gathered(node))
 
 
-def _foreign(node: Node, items: dict[str, bytes]) -> dict[str, float]:
-    """The same calls with a client that others wrote.
+def pipelined(bucket: Bucket, node: Node, count: int) -> Iterator[Row]:
+    """Many requests in a call, in turns with a client that others wrote.
 
     It has no partitions and uses the first, and its writes are quiet: only failures are answered.
     """
-    try:
+    items = {f"b{n}": b"v" * 100 for n in range(count)}
+    calls = {"set_many": lambda: bucket.set_many(items), "get_many": lambda: bucket.get_many(items)}
+    peers: dict[str, Callable[[], object]] = {}
+    with suppress(ImportError):
         import bmemcached
-    except ImportError:
-        return {}
-    client = bmemcached.Client((f"127.0.0.1:{node.port}",), compression=None)
-    count = len(items)
-    return {
-        "set_many": count / seconds(lambda: client.set_multi(items), rounds=1),
-        "get_many": count / seconds(lambda: client.get_multi(list(items)), rounds=1),
-    }
+
+        client = bmemcached.Client((f"127.0.0.1:{node.port}",), compression=None)
+        peers = {
+            "set_many": lambda: client.set_multi(items),
+            "get_many": lambda: client.get_multi(list(items)),
+        }
+
+    def idle() -> None:
+        bucket.set("idle", b"")  # the node may still be at work for the client before
+
+    for name, call in calls.items():
+        ours, others = [], []
+        for _ in range(TURNS):
+            ours.append(seconds(call, rounds=1, prepare=idle))
+            if name in peers:
+                others.append(seconds(peers[name], rounds=1, prepare=idle))
+        yield Row(
+            name=f"{name}, one connection",
+            value=count / median(ours),
+            unit="/s",
+            ratio=median(other / our for other, our in zip(others, ours, strict=True)) if others else None,
+            against=f"bmemcached{', quiet' if name == 'set_many' else ''}" if others else "",
+            expected=">= 1.0x" if name == "set_many" else "",
+        )
+
+
+def single(bucket: Bucket, count: int) -> Iterator[Row]:
+    """One request at a time, in turns with a loop that sends a prebuilt request on a blocking socket."""
+    key, value = "single", b"v" * 100
+    partition = bucket.partition_of(key)
+    bucket.set(key, value)
+    reads = pack(REQUEST, Opcode.GET, key=key.encode(), vbucket=partition)
+    writes = pack(
+        REQUEST, Opcode.SET, key=key.encode(), extras=STORE.build(0, 0), value=value, vbucket=partition
+    )
+    shares = (0.5, 0.9, 0.95, 0.99, 1.0)
+    for name, packet, purpose, call in (
+        ("get", reads, Purpose.REQUESTS, lambda: bucket.get(key)),
+        ("set", writes, Purpose.TOKENS, lambda: bucket.set(key, value)),
+    ):
+        node, deadline = bucket.routes.nodes[0], time.monotonic() + 10
+        with open_socket(bucket.access, node, deadline, purpose=purpose) as raw:
+            raw.setblocking(True)
+
+            def exchange(raw: socket = raw, packet: bytes = packet) -> None:
+                raw.sendall(packet)
+                assert raw.recv(1 << 16)
+
+            ours, loops = [], []
+            for _ in range(TURNS):
+                loops.append(_waits(exchange, count))
+                ours.append(_waits(call, count))
+        waits = sorted(chain.from_iterable(ours))
+        points = tuple((share, waits[min(len(waits) - 1, int(share * len(waits)))] * 1e3) for share in shares)
+        yield Row(
+            name=f"{name}, one at a time, median",
+            value=points[0][1] * 1000,
+            unit="us",
+            ratio=median(median(our) / median(loop) for our, loop in zip(ours, loops, strict=True)),
+            against="a raw socket loop",
+            expected="<= 1.3x",
+            plot=f"latency of a {name}",
+            points=points,
+        )
+
+
+def _waits(call: Callable[[], object], count: int) -> list[float]:
+    waits = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        waits.append(time.perf_counter() - begin)
+    return waits
+
+
+async def gathered(node: Node, count: int = 2_000) -> Row:
+    """Calls of many tasks, which are in flight together, in turns with one call of the same writes."""
+    pairs = [(f"g{n}", b"v" * 100) for n in range(count)]
+    tasks, many = [], []
+    async with upper.aio.connect(node.url, timeout=60) as bucket:
+        await bucket.set_many(pairs)
+        for _ in range(TURNS):
+            begin = time.perf_counter()
+            await bucket.set_many(pairs)
+            between = time.perf_counter()
+            await asyncio.gather(*(bucket.set(key, value) for key, value in pairs))
+            many.append(between - begin)
+            tasks.append(time.perf_counter() - between)
+    return Row(
+        name=f"asyncio: {count:,} sets gathered",
+        value=median(tasks) * 1e3,
+        unit="ms",
+        ratio=median(task / one for task, one in zip(tasks, many, strict=True)),
+        against="set_many",
+        expected="<= 10x",
+    )
 
 
 def coming_back(bucket: Bucket, quick: bool) -> Iterator[Row]:

@@ -13,11 +13,12 @@ import ssl
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, Purpose, finals
 from upper.client.login import Login
-from upper.client.sockets import ConnectOptions, hung_up, lost, no_node, no_tls, prepare, reason_of
+from upper.client.sockets import ConnectOptions, hung_up, late, lost, no_node, no_tls, prepare, reason_of
 from upper.client.url import NodeAddress
 from upper.errors import RemoteProtocolError, Unreachable, UpperError
 
@@ -28,14 +29,20 @@ AHEAD = READ // 2  # bytes after which asyncio stops reading from a socket; it m
 class _Pending:
     """Requests that wait for their responses."""
 
-    __slots__ = ("answers", "done", "missing")
+    __slots__ = ("answers", "deadline", "done", "missing")
 
-    def __init__(self, count: int, answers: list[Answer], done: asyncio.Future[None]) -> None:
-        self.missing, self.answers, self.done = count, answers, done
+    def __init__(
+        self, count: int, answers: list[Answer], done: asyncio.Future[None], deadline: float
+    ) -> None:
+        self.missing, self.answers, self.done, self.deadline = count, answers, done, deadline
 
 
 class PipelinedConnection(asyncio.Protocol):
-    """A connection on which the requests of many calls are in flight together."""
+    """A connection on which the requests of many calls are in flight together.
+
+    One timer serves all of them: responses come in order, so a node that is late for one request is late for
+    those behind it, and a connection with a late response is closed.
+    """
 
     def __init__(self, node: NodeAddress) -> None:
         self.node = node
@@ -47,18 +54,28 @@ class PipelinedConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = inf
 
-    async def exchange(self, data: bytes, count: int, answers: list[Answer]) -> None:
+    async def exchange(self, data: bytes, count: int, answers: list[Answer], deadline: float = inf) -> None:
         """Send requests, and append their responses, also those that come before a failure.
 
-        A cancellation leaves the connection usable.
+        A cancellation leaves the connection usable. At the deadline, in the time of the loop, it is closed.
         """
         if not self._writable.is_set():
-            await self._writable.wait()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._writable.wait()
+            except TimeoutError:
+                error = late(self.node)
+                self.close(error)
+                raise error from None
         if self.closed:
             raise Unreachable(f"{self.node} closed the connection; is it running?")
         done: asyncio.Future[None] = self._loop.create_future()
-        self._pending.append(_Pending(count, answers, done))
+        self._pending.append(_Pending(count, answers, done, deadline))
+        if deadline < self._timer_at:
+            self._set_timer(deadline)
         if not self._unsent:
             # Requests of calls that run in the same turn of the loop leave in one write.
             self._loop.call_soon(self._send)
@@ -69,6 +86,21 @@ class PipelinedConnection(asyncio.Protocol):
         if self._transport is not None and self._unsent:
             self._transport.write(b"".join(self._unsent))
         self._unsent.clear()
+
+    def _set_timer(self, deadline: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, deadline
+        if deadline < inf:
+            self._timer = self._loop.call_at(deadline, self._check_deadlines)
+
+    def _check_deadlines(self) -> None:
+        """Close the connection if a response is late, or set the timer for the next deadline."""
+        first = min((each.deadline for each in self._pending if not each.done.done()), default=inf)
+        if first <= self._timer_at:
+            self.close(late(self.node))
+        else:
+            self._set_timer(first)
 
     def close(self, error: BaseException | None = None) -> None:
         self.closed = True
@@ -113,6 +145,7 @@ class PipelinedConnection(asyncio.Protocol):
 
     def _fail(self, error: BaseException) -> None:
         self._writable.set()
+        self._set_timer(inf)
         self._unsent.clear()
         while self._pending:
             done = self._pending.popleft().done

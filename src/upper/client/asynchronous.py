@@ -10,14 +10,14 @@ import asyncio
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from upper.client.async_connection import PipelinedConnection, open_pipelined
 from upper.client.async_feed import AsyncFeed
 from upper.client.bulk import ColumnDecoder, require_arrow
-from upper.client.calls import Call, Exchange, Item, NewDeadline, Replies, Text, Wait
+from upper.client.calls import Call, Exchange, Item, NewDeadline, Packets, Replies, SingleRequest, Text, Wait
 from upper.client.copies import MAX_REQUESTS
 from upper.client.events import Event
 from upper.client.follow import Follower
@@ -26,7 +26,7 @@ from upper.client.operations import BucketOperations
 from upper.client.plan import ChangesOptions, ChangesRequest, Plan, plan
 from upper.client.reader import Decoder, EventDecoder
 from upper.client.scan import KeyScan, groups, scan_dialect
-from upper.client.sockets import NOT_CONNECTED, ConnectOptions, connect_by, late, tls_context
+from upper.client.sockets import NOT_CONNECTED, ConnectOptions, connect_by, tls_context
 from upper.client.url import Address, NodeAddress, Secret, address_of
 from upper.errors import BucketClosed, TimedOut, Unreachable, UpperError
 
@@ -169,6 +169,8 @@ class AsyncBucket(BucketOperations):
                 result: object = None
                 try:
                     match effect:
+                        case SingleRequest():
+                            result = await self._ask(effect, min(deadline, clock() + effect.most))
                         case Exchange():
                             left = max(0.0, deadline - clock())
                             within = clock() + min(left * effect.share, effect.most)
@@ -189,6 +191,18 @@ class AsyncBucket(BucketOperations):
             value: T = stop.value
             return value
 
+    async def _ask(self, request: SingleRequest, deadline: float) -> Answer | Replies:
+        """Send one request and return the response; in anything unusual, what `_exchange` returns."""
+        connection = self._opened((request.node, request.purpose))
+        if connection is None:
+            return await self._exchange(request.exchange, deadline)
+        answers: list[Answer] = []
+        try:
+            await connection.exchange(request.packet, 1, answers, deadline)
+        except Unreachable as broken:
+            return Replies({request.node: answers}, {request.node: broken})
+        return answers[0]
+
     async def _exchange(self, exchange: Exchange, deadline: float) -> Replies:
         """Send all requests and return all responses. A node that fails leaves the others undisturbed."""
         answers: dict[NodeAddress, list[Answer]] = {node: [] for node in exchange.packets}
@@ -203,7 +217,7 @@ class AsyncBucket(BucketOperations):
     async def _exchange_with(
         self,
         node: NodeAddress,
-        packets: Sequence[bytes],
+        packets: Packets,
         purpose: Purpose,
         answers: list[Answer],
         deadline: float,
@@ -221,12 +235,7 @@ class AsyncBucket(BucketOperations):
             except NOT_CONNECTED as refused:
                 return refused
         try:
-            async with asyncio.timeout_at(deadline):
-                await connection.exchange(b"".join(packets), len(packets), answers)
-        except TimeoutError:
-            error = late(node)
-            self._drop((node, purpose), error)
-            return error
+            await connection.exchange(packets.data, packets.requests, answers, deadline)
         except Unreachable as broken:
             return broken
         return None

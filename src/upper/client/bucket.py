@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
-from upper.client.calls import Call, Exchange, Item, NewDeadline, Text, Wait
+from upper.client.calls import Call, Exchange, Item, NewDeadline, SingleRequest, Text, Wait
 from upper.client.commands import portions
 from upper.client.operations import BucketOperations
-from upper.client.sockets import ConnectionPool, ConnectOptions, tls_context
+from upper.client.sockets import ConnectionPool, ConnectOptions, Outcome, tls_context
 from upper.client.url import Address, Secret, address_of
 from upper.errors import BucketClosed, TimedOut, UpperError
+from upper.kernel import Caller
 
 if TYPE_CHECKING:
     import pyarrow
@@ -58,6 +59,8 @@ def connect(
 class Bucket(BucketOperations):
     """Key-value calls and changes of one bucket. Threads may share it; one call at a time is sent."""
 
+    _caller: Caller
+
     def __init__(
         self,
         address: Address,
@@ -71,6 +74,8 @@ class Bucket(BucketOperations):
         self.access = ConnectOptions(address, tls_context(address, tls), address.settings.get("name", name))
         self._connections = ConnectionPool(self.access)
         self._lock = threading.Lock()
+        self._caller = Caller(self._connections, self._lock, self._commands.suspects)
+        self._commands.on_new_map = self._caller.forget
         self._run(self._commands.patient_learn() if patience else self._commands.learn(), patience)
 
     def __enter__(self) -> Self:
@@ -160,8 +165,19 @@ class Bucket(BucketOperations):
 
     # ── The driver ────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, call: Call[T], timeout: float = 0.0) -> T:
-        """Perform a call: exchange its packets, wait its waits, and end it at the deadline."""
+    def _complete(self, call: Call[T], first: Outcome | None) -> T:
+        """Perform a call that `kernel.Caller` has not performed, or of which this is the outcome so far."""
+        result = self._run(call, first=first)
+        if first is None:
+            self._connections.arm(self._caller, self._commands.routes, self._commands.first_try(again=True))
+        return result
+
+    def _run(self, call: Call[T], timeout: float = 0.0, first: Outcome | None = None) -> T:
+        """Perform a call: exchange its packets, wait its waits, and end it at the deadline.
+
+        `first`: the outcome of its first request, which was sent. It does not count if the map has changed
+        since: such calls can be repeated.
+        """
         if self._closed:
             raise BucketClosed("this bucket is closed; connect again")
         deadline = time.monotonic() + (timeout or self.timeout)
@@ -171,6 +187,12 @@ class Bucket(BucketOperations):
                 result: object = None
                 try:
                     match effect:
+                        case SingleRequest(node) if first is not None and first.node == node:
+                            result, first = first.result, None
+                        case SingleRequest():
+                            with self._lock:
+                                within = min(deadline, time.monotonic() + effect.most)
+                                result = self._connections.ask(effect, within)
                         case Exchange():
                             with self._lock:
                                 left = max(0.0, deadline - time.monotonic())

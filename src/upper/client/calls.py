@@ -1,12 +1,13 @@
 """The interface between a call and its driver, and the values that calls take and return.
 
-A call is a generator. It yields an effect (`Exchange`, `Wait` or `NewDeadline`); the driver performs it and
-sends back the responses, or throws in the error. So each call is written once for both drivers.
+A call is a generator. It yields an effect (`SingleRequest`, `Exchange`, `Wait` or `NewDeadline`); the driver
+performs it and sends back the responses, or throws in the error. So each call is written once for both
+drivers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -23,11 +24,31 @@ MAX_KEY = 65535  # bytes: what the length field of a packet can express; a node 
 NODE_MAX_KEY, NODE_MAX_VALUE = layout.MAX_KEY, layout.MAX_VALUE  # bytes: what nodes of this project accept
 
 
+class SingleRequest(NamedTuple):
+    """Send one request to one node and return its `Answer`, or `Replies` where there is not exactly one."""
+
+    node: NodeAddress
+    packet: bytes
+    purpose: Purpose = Purpose.REQUESTS
+    most: float = inf  # seconds
+
+    @property
+    def exchange(self) -> Exchange:
+        return Exchange({self.node: Packets(self.packet)}, self.purpose)
+
+
+class Packets(NamedTuple):
+    """Requests to one node: their bytes, and how many requests these are."""
+
+    data: bytes
+    requests: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Send these packets to each node and return `Replies`."""
+    """Send these requests to each node and return `Replies`."""
 
-    packets: Mapping[NodeAddress, Sequence[bytes]]
+    packets: Mapping[NodeAddress, Packets]
     purpose: Purpose = Purpose.REQUESTS
     share: float = 1.0  # of the time that is left for the call
     most: float = inf  # seconds
@@ -56,7 +77,7 @@ class NewDeadline:
     seconds: float = 0.0
 
 
-Effect: TypeAlias = Exchange | Wait | NewDeadline
+Effect: TypeAlias = SingleRequest | Exchange | Wait | NewDeadline
 Call: TypeAlias = Generator[Effect, Any, T]
 
 

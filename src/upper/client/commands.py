@@ -9,9 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
-from zlib import crc32
 
+from upper import kernel
 from upper.client.calls import (
     MAX_KEY,
     Call,
@@ -37,6 +38,7 @@ from upper.client.copies import (
 from upper.client.link import Answer, Purpose
 from upper.client.node_commands import NodeCommands, check
 from upper.client.refusals import refusal
+from upper.client.routing import PackedRequests
 from upper.errors import InvalidArguments, KeyNotFound, RemoteProtocolError
 from upper.model.values import BranchId, Cas, Seqno
 from upper.wire.codes import Opcode, Status
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 MONTH = 30 * 86400  # seconds; nodes read a larger expiration as seconds since the epoch, as memcached does
 NEVER_CREATE = 0xFFFFFFFF  # the expiration with which a counter that does not exist is not created
 
-_STORE = STORE.request()
+_status = itemgetter(1)  # of an `Answer`
 _PURPOSES = dict.fromkeys((Opcode.GET, Opcode.GET_META), Purpose.REQUESTS)
 
 T = TypeVar("T")
@@ -81,11 +83,12 @@ class Commands(NodeCommands):
         """One request about one key, and the response; a refusal is raised."""
         name = as_key(key)
         require_number("cas", cas, 64)
-        routes = yield from self.ready()
+        routes = self._routes or (yield from self.ready())
         partition = routes.partition_of(name)
-        packet = pack(REQUEST, opcode, key=name, extras=extras, value=value, cas=cas, vbucket=partition)
+        body = extras + name + value
+        packet = HEADER.pack(REQUEST, opcode, len(name), len(extras), 0, partition, len(body), 0, cas) + body
         purpose = _PURPOSES.get(opcode, Purpose.TOKENS)
-        (answer,) = yield from self.spread([(partition, packet)], again=again, purpose=purpose, wait=wait)
+        answer = yield from self.ask(partition, packet, again=again, purpose=purpose, wait=wait)
         if answer.status:
             raise refusal(answer, partition=partition, key=name)
         return answer
@@ -240,30 +243,21 @@ class Commands(NodeCommands):
         For throughput the results have the CAS of each write, not its seqno.
         """
         require_number("flags", flags, 32)
-        pairs = items.items() if isinstance(items, Mapping) else items
         stored: list[Stored] = []
         routes = yield from self.ready()
-        mask, pack_head = routes.partitions - 1, _STORE.pack
-        new = tuple.__new__  # as in `link`: one for each of very many
-        for some in portions(pairs, _value_size):
-            expiration = self._expiration(expiry)
-            requests = []
-            for index, (key, value) in enumerate(some):
-                name = key.encode() if isinstance(key, str) else as_key(key)
-                data = value if type(value) is bytes and len(value) <= MAX_VALUE else as_value(value)
-                size = len(name)
-                if size > MAX_KEY:
-                    raise too_long(name)
-                partition = (crc32(name) >> 16) & 0x7FFF & mask
-                body = 8 + size + len(data)
-                head = pack_head(REQUEST, 0x01, size, 8, 0, partition, body, index, 0, flags, expiration)
-                requests.append((partition, head + name + data))
-            answers = yield from self.spread(requests, again=True)
-            if any(answer.status for answer in answers):
-                check(answers, [as_key(key) for key, _ in some])
-            stored += [new(Stored, (answer.cas, None, None, None)) for answer in answers]
+        pairs = iter(items.items() if isinstance(items, Mapping) else items)
+        while True:
+            extras = STORE.build(flags, self._expiration(expiry))
+            packets, keys = kernel.stores(
+                pairs, MAX_REQUESTS, MAX_IN_FLIGHT, extras, routes.partitions - 1, as_key, as_value
+            )
+            if not keys:
+                return stored
+            answers = yield from self.spread(PackedRequests(packets, len(keys)), again=True)
+            if any(map(_status, answers)):
+                check(answers, [as_key(key) for key in keys])
+            stored += kernel.written(answers, Stored)
             yield NewDeadline()
-        return stored
 
     def copy_many(self, copies: Iterable[Copy], *, force: bool = False) -> Call[list[bool]]:
         """Write changes of another bucket with their metadata: revision, CAS, flags, expiration, lock, data
@@ -356,17 +350,11 @@ class Commands(NodeCommands):
         yield NewDeadline()
         return [answer.status == Status.OK for answer in answers]
 
-    def _bare(self, opcode: Opcode, names: Sequence[bytes]) -> Call[list[Answer]]:
+    def _bare(self, opcode: Opcode, names: list[bytes]) -> Call[list[Answer]]:
         """A request that is only a key, for each of them."""
         routes = yield from self.ready()
-        mask, code, pack_head = routes.partitions - 1, int(opcode), HEADER.pack
-        requests = []
-        for index, name in enumerate(names):
-            partition = (crc32(name) >> 16) & 0x7FFF & mask
-            size = len(name)
-            head = pack_head(REQUEST, code, size, 0, 0, partition, size, index, 0)
-            requests.append((partition, head + name))
-        return (yield from self.spread(requests, again=True))
+        packets = kernel.requests(opcode, names, b"", routes.partitions - 1)
+        return (yield from self.spread(PackedRequests(packets, len(names)), again=True))
 
 
 def expiration_of(expiry: int, now: float) -> int:
@@ -396,14 +384,6 @@ def portions(items: Iterable[T], size: Callable[[T], int] | None = None) -> Iter
             some, total = [], 0
     if some:
         yield some
-
-
-def _value_size(pair: tuple[Text, Text]) -> int:
-    """About how many bytes the value has; any other type is rejected later."""
-    try:
-        return len(pair[1])
-    except TypeError:
-        return 0
 
 
 def _names(keys: Sequence[Text]) -> list[bytes]:

@@ -6,18 +6,14 @@ them, and the header that `record` declares is read. Broken framing ends the con
 
 from __future__ import annotations
 
-from array import array
 from enum import Enum
 from typing import NamedTuple
 
 from upper import kernel
-from upper.errors import BadMagic
-from upper.record.layout import ANSWERED
 from upper.wire.codes import Opcode
 from upper.wire.framing import Framer
 from upper.wire.packet import HEADER, HEADER_SIZE, RESPONSE
 
-_NO_STREAMS = array("Q")  # an answer belongs to no stream
 _new = tuple.__new__  # half the cost of a named tuple's own constructor, which only maps arguments
 
 
@@ -63,30 +59,16 @@ class Link:
     def receive(self, data: bytes) -> list[Answer]:
         if not (data := self._framer.feed(data)):
             return []
-        end, changes, starts = kernel.scan(data, 0, _NO_STREAMS)
-        if changes:
-            raise _not_a_node()
-        if end != len(data):
+        size = len(data)
+        if size >= HEADER_SIZE:
+            magic, opcode, keys, extra, data_type, status, body, opaque, cas = HEADER.unpack_from(data)
+            if size == HEADER_SIZE + body and magic == RESPONSE and extra + keys <= body:
+                # One response, as to most calls.
+                key = HEADER_SIZE + extra
+                value = key + keys
+                parts = data[HEADER_SIZE:key], data[key:value], data[value:]
+                return [_new(Answer, (opcode, status, opaque, cas, *parts, data_type))]
+        end, answers = kernel.answers(data, Answer)
+        if end != size:
             self._framer.keep(data, end)
-        if len(starts) * HEADER_SIZE == end:  # headers alone, as the answers to pipelined writes are
-            if data[0:end:HEADER_SIZE].count(RESPONSE) != len(starts):
-                raise _not_a_node()
-            return [
-                _new(Answer, (opcode, status, opaque, cas, b"", b"", b"", 0))
-                for opcode, status, opaque, cas in ANSWERED.iter_unpack(memoryview(data)[:end])
-            ]
-        answers: list[Answer] = []
-        unpack = HEADER.unpack_from
-        for at in starts:
-            magic, opcode, keys, extra, data_type, status, body, opaque, cas = unpack(data, at)
-            if magic != RESPONSE:
-                raise _not_a_node()
-            key = at + HEADER_SIZE + extra
-            value = key + keys
-            parts = data[key - extra : key], data[key:value], data[value : at + HEADER_SIZE + body]
-            answers.append(_new(Answer, (opcode, status, opaque, cas, *parts, data_type)))
         return answers
-
-
-def _not_a_node() -> BadMagic:
-    return BadMagic("a request came where an answer was due; the other end is not a node", at=0)

@@ -13,6 +13,7 @@ from upper.client.calls import (
     Call,
     Exchange,
     NewDeadline,
+    Packets,
     Promoted,
     Replies,
     Stored,
@@ -53,7 +54,7 @@ class NodeCommands(RequestRouter):
         """Delete every item of the bucket, on all nodes with active copies."""
         routes = yield from self.ready()
         packet = pack(REQUEST, Opcode.FLUSH)
-        replies: Replies = yield Exchange({node: [packet] for node in routes.active})
+        replies: Replies = yield Exchange({node: Packets(packet) for node in routes.active})
         for error in replies.failures.values():
             raise error
         for batch in replies.answers.values():
@@ -63,7 +64,7 @@ class NodeCommands(RequestRouter):
         """The statistics of each node that answers; those of a partition, of the node that holds it."""
         routes = yield from self.ready()
         packet = pack(REQUEST, Opcode.STAT, key=as_key(group))
-        replies: Replies = yield Exchange({node: [packet] for node in routes.nodes}, share=0.5)
+        replies: Replies = yield Exchange({node: Packets(packet) for node in routes.nodes}, share=0.5)
         answers = {node: lines for node, lines in replies.answers.items() if node not in replies.failures}
         if not answers:
             raise next(iter(replies.failures.values()))
@@ -97,7 +98,7 @@ class NodeCommands(RequestRouter):
             owners = {p: owner for p in missing if (owner := routes.owner(p)) is not None}
             if not owners:
                 return dict(sorted(highs.items()))
-            asked = {node: [packet] for node in owners.values()}
+            asked = {node: Packets(packet) for node in owners.values()}
             replies: Replies = yield Exchange(asked, share=0.5 if len(asked) > 1 else 1.0)
             for node, answers in replies.answers.items():
                 if node not in replies.failures:
@@ -106,7 +107,7 @@ class NodeCommands(RequestRouter):
                     highs |= {p: seqno for p, seqno in found.items() if owners.get(p) == node}
             if late := [p for p in owners if p not in highs]:
                 failure = replies.failures.get(owners[late[0]])
-                self._suspects.update(owners[p] for p in late)
+                self.suspects.update(owners[p] for p in late)
                 yield from self._prepare_repeat(
                     routes, list(late), backoff, no_active_copy(late[0], why=str(failure or ""))
                 )
@@ -203,7 +204,7 @@ class NodeCommands(RequestRouter):
                 f"which is one of {names}",
                 partition=partition,
             )
-        replies: Replies = yield Exchange({node: [packet]})
+        replies: Replies = yield Exchange({node: Packets(packet)})
         if node in replies.failures:
             raise replies.failures[node]
         return replies.answers[node][0]
@@ -275,7 +276,7 @@ class NodeCommands(RequestRouter):
             )
         replies = Replies({}, {})
         if replicas:
-            replies = yield Exchange({node: [packet] for node in replicas}, share=0.5)
+            replies = yield Exchange({node: Packets(packet) for node in replicas}, share=0.5)
         copies = [_copy_of(each, seqno) for answers in replies.answers.values() for each in answers]
         return WriteCopies(on_disk + sum(disk for disk, _ in copies), sum(memory for _, memory in copies))
 

@@ -11,12 +11,15 @@ from functools import wraps
 from random import random
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from upper.client.calls import Call, Text, as_key
+from upper.client.calls import Call, Item, Stored, Text, as_key
 from upper.client.commands import Commands
 from upper.client.routes import Routes
 from upper.client.url import Address
 from upper.errors import InvalidArguments
+from upper.kernel import Caller
 from upper.model.values import Partition
+from upper.wire.codes import Opcode
+from upper.wire.extras import STORE
 
 if TYPE_CHECKING:
     from upper.client.asynchronous import AsyncBucket
@@ -32,7 +35,11 @@ if TYPE_CHECKING:
     class Operation(Generic[P, T]):
         """A method that returns T from a `Bucket`, and a coroutine of T from an `AsyncBucket`."""
 
-        def __init__(self, call: Callable[Concatenate[Commands, P], Call[T]]) -> None: ...
+        def __init__(
+            self,
+            call: Callable[Concatenate[Commands, P], Call[T]],
+            shortcut: tuple[Opcode, bytes, type[T]] | None = None,
+        ) -> None: ...
 
         @overload
         def __get__(self, bucket: Bucket, owner: object = None) -> Callable[P, T]: ...
@@ -46,18 +53,33 @@ if TYPE_CHECKING:
 
 else:
 
-    def Operation(call):
-        """The method that performs this call."""
+    def Operation(call, shortcut=None):
+        """The method that performs this call. `shortcut`: the opcode, extras and result of one that
+        `kernel.Caller` can perform where nothing is unusual and no option is given."""
+        if shortcut is None:
+
+            @wraps(call)
+            def method(self, *args, **more):
+                return self._run(call(self._commands, *args, **more))
+
+            return method
+
+        opcode, extras, kind = shortcut
 
         @wraps(call)
-        def method(self, *args, **more):
-            return self._run(call(self._commands, *args, **more))
+        def short(self, *args, **more):
+            if more or self._caller is None:
+                return self._run(call(self._commands, *args, **more))
+            result = self._caller.ask(opcode, extras, kind, args, self.timeout)
+            return result if type(result) is kind else self._complete(call(self._commands, *args), result)
 
-        return method
+        return short
 
 
 class BucketOperations:
     """The calls and properties of every bucket."""
+
+    _caller: Caller | None = None
 
     def __init__(self, address: Address, *, timeout: float | None) -> None:
         if timeout is not None and not timeout > 0:
@@ -90,11 +112,11 @@ class BucketOperations:
 
     # ── One key ───────────────────────────────────────────────────────────────────────────────────
 
-    get = Operation(Commands.get)
+    get = Operation(Commands.get, (Opcode.GET, b"", Item))
     exists = Operation(Commands.exists)
     metadata = Operation(Commands.metadata)
     ttl = Operation(Commands.ttl)
-    set = Operation(Commands.set)
+    set = Operation(Commands.set, (Opcode.SET, STORE.build(0, 0), Stored))
     add = Operation(Commands.add)
     replace = Operation(Commands.replace)
     append = Operation(Commands.append)

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from math import inf
+from typing import overload
 
+from upper import kernel
 from upper.client.backoff import Backoff, BackoffSettings
-from upper.client.calls import Call, Exchange, Replies, Wait
+from upper.client.calls import Call, Exchange, Packets, Replies, SingleRequest, Wait
 from upper.client.link import Answer, Purpose
 from upper.client.refusals import no_active_copy, refusal
 from upper.client.routes import Routes
@@ -26,12 +28,40 @@ from upper.client.url import Address, NodeAddress
 from upper.errors import Refused, RemoteProtocolError, TimedOut, Unreachable, UpperError
 from upper.model.values import Partition
 from upper.wire.codes import Opcode, Status
-from upper.wire.packet import REQUEST, pack
+from upper.wire.packet import HEADER, HEADER_SIZE, REQUEST, pack
 
 # A failover takes seconds, and the requests of a call are few: it is retried often.
 RETRIES = BackoffSettings(most=0.25)
 FIRST_TRY = 2.5  # seconds that one of several nodes has to answer; a failover takes a little longer
 AT_THE_MOMENT = (Status.TEMPORARY_FAILURE, Status.BUSY)  # nothing was performed, and a later try may succeed
+
+
+class PackedRequests(Sequence[tuple[int, bytes]]):
+    """Requests as the kernel packs them, one behind the other; the opaque of each is its index."""
+
+    def __init__(self, data: bytes, count: int) -> None:
+        self.data, self._count = data, count
+        self._parts: list[tuple[int, bytes]] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[int, bytes]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[int, bytes]]: ...
+
+    def __getitem__(self, index: int | slice) -> tuple[int, bytes] | list[tuple[int, bytes]]:
+        """The partition and the packet of a request; they are taken apart when one is asked for."""
+        if not self._parts:
+            self._parts, at = [(0, b"")] * self._count, 0
+            while at < len(self.data):
+                _, _, _, _, _, partition, body, opaque, _ = HEADER.unpack_from(self.data, at)
+                past = at + HEADER_SIZE + body
+                self._parts[opaque] = partition, self.data[at:past]
+                at = past
+        return self._parts[index]
 
 
 class RequestRouter:
@@ -44,7 +74,8 @@ class RequestRouter:
         self._random = random
         self._backoff = backoff
         self._routes: Routes | None = None
-        self._suspects: set[NodeAddress] = set()  # they failed, or refused without a newer map: asked last
+        self.on_new_map: Callable[[], None] = lambda: None
+        self.suspects: set[NodeAddress] = set()  # they failed, or refused without a newer map: asked last
 
     @property
     def routes(self) -> Routes:
@@ -62,7 +93,7 @@ class RequestRouter:
         present = self._routes.nodes if self._routes else ()
         nodes = sorted(
             dict.fromkeys((*present, *self._address.nodes)),
-            key=lambda node: node in avoid or node in self._suspects,
+            key=lambda node: node in avoid or node in self.suspects,
         )
         failure: UpperError | None = None
         answered: Routes | None = None
@@ -72,7 +103,7 @@ class RequestRouter:
             try:
                 received = yield from self._map_of(node, share=1 / (len(nodes) - index))
             except (Unreachable, Refused) as error:
-                self._suspects.add(node)
+                self.suspects.add(node)
                 failure = error if failure is None or isinstance(error, Refused) else failure
             else:
                 self._adopt(received)
@@ -86,7 +117,7 @@ class RequestRouter:
 
     def _map_of(self, node: NodeAddress, *, share: float) -> Call[Routes]:
         request = pack(REQUEST, Opcode.GET_CLUSTER_CONFIG)
-        replies: Replies = yield Exchange({node: [request]}, share=share)
+        replies: Replies = yield Exchange({node: Packets(request)}, share=share)
         if node in replies.failures:
             raise replies.failures[node]
         answer = replies.answers[node][0]
@@ -96,6 +127,14 @@ class RequestRouter:
 
     def _adopt(self, received: Routes) -> None:
         self._routes = received if self._routes is None else self._routes.updated(received)
+        self.on_new_map()
+
+    def first_try(self, *, again: bool) -> float:
+        """Seconds that a node has to respond to the first try.
+
+        A node that does not respond must leave time for the one that takes over from it.
+        """
+        return FIRST_TRY if again and len(self.routes.nodes) > 1 else inf
 
     def patient_learn(self) -> Call[Routes]:
         """Request the map until a node answers or the driver's deadline ends the call."""
@@ -113,6 +152,33 @@ class RequestRouter:
         """The present map, requested if there is none."""
         return self._routes if self._routes is not None else (yield from self.patient_learn())
 
+    def ask(
+        self,
+        partition: int,
+        packet: bytes,
+        *,
+        again: bool,
+        purpose: Purpose = Purpose.REQUESTS,
+        wait: bool = True,
+    ) -> Call[Answer]:
+        """`spread` of one request, whose opaque is 0."""
+        routes = self._routes or (yield from self.ready())
+        owner, first = routes.owners[partition], None
+        if owner >= 0:
+            node = routes.nodes[owner]
+            got: Answer | Replies = yield SingleRequest(node, packet, purpose, self.first_try(again=again))
+            if isinstance(got, Answer):
+                if not got.opaque and not (got.status and _repeated(got.status, wait)):
+                    if self.suspects:
+                        self.suspects.discard(node)
+                    return got
+                got = Replies({node: [got]}, {})
+            first = routes, got
+        (answer,) = yield from self.spread(
+            [(partition, packet)], again=again, purpose=purpose, wait=wait, first=first
+        )
+        return answer
+
     def spread(
         self,
         requests: Sequence[tuple[int, bytes]],
@@ -120,11 +186,13 @@ class RequestRouter:
         again: bool,
         purpose: Purpose = Purpose.REQUESTS,
         wait: bool = True,
+        first: tuple[Routes, Replies] | None = None,
     ) -> Call[list[Answer]]:
         """Send each request to the node that holds its partition; the responses in the order of the requests.
 
         Opaques must be the indices. `again`: performing a request twice has the effect of once. `wait`:
-        repeat what a node cannot do at the moment.
+        repeat what a node cannot do at the moment. `first`: the requests were sent, by this map, with this
+        outcome.
         """
         yield from self.ready()
         answers: list[Answer | None] = [None] * len(requests)
@@ -132,21 +200,19 @@ class RequestRouter:
         backoff = Backoff(self._backoff, self._random)
         why: UpperError | None = None
         while pending:
-            routes = self.routes
+            routes = first[0] if first else self.routes
             by_node, repeat = _by_node(routes, requests, pending)
             if repeat:
                 why = no_active_copy(requests[repeat[0]][0])
-            # A node that does not respond must leave time for the one that takes over from it; one that is
-            # only slow gets more time with every try.
-            most = FIRST_TRY * 2.0 ** min(backoff.tries, 20) if again and len(routes.nodes) > 1 else inf
-            replies: Replies = yield Exchange(by_node, purpose, most=most)
+            # A node that is only slow gets more time with every try.
+            most = self.first_try(again=again) * 2.0 ** min(backoff.tries, 20)
+            replies: Replies = first[1] if first else (yield Exchange(by_node, purpose, most=most))
+            first = None
             for node, batch in replies.answers.items():
-                for answer in batch:
+                for answer in kernel.place(batch, answers):
                     if answer.opaque >= len(answers):
                         continue
-                    if not answer.status:
-                        answers[answer.opaque] = answer
-                    elif answer.status == Status.NOT_MY_VBUCKET or (wait and answer.status in AT_THE_MOMENT):
+                    if _repeated(answer.status, wait):
                         repeat.append(answer.opaque)
                         why = refusal(answer, partition=requests[answer.opaque][0])
                         self._refused(node, answer)
@@ -155,7 +221,7 @@ class RequestRouter:
             for node, error in replies.failures.items():
                 if not again and getattr(error, "sent", False):
                     raise error
-                self._suspects.add(node)
+                self.suspects.add(node)
                 # At the deadline every node is late; the earlier error is more helpful.
                 why = why if why is not None and isinstance(error, TimedOut) else error
                 repeat += _unanswered(routes, requests, pending, answers, {*repeat}, node)
@@ -163,8 +229,8 @@ class RequestRouter:
                 yield from self._prepare_repeat(
                     routes, [requests[index][0] for index in repeat], backoff, why
                 )
-            elif self._suspects:
-                self._suspects.difference_update(by_node)
+            elif self.suspects:
+                self.suspects.difference_update(by_node)
             pending = sorted(repeat)
         whole = [answer for answer in answers if answer is not None]
         if len(whole) != len(requests):
@@ -181,7 +247,7 @@ class RequestRouter:
         if answer.status == Status.NOT_MY_VBUCKET and answer.value:
             self._adopt(Routes.parse(answer.value, asked=node, tls=self._address.tls))
         if self._routes == before:
-            self._suspects.add(node)
+            self.suspects.add(node)
 
     def _prepare_repeat(
         self, before: Routes, partitions: list[int], backoff: Backoff, why: UpperError | None
@@ -203,11 +269,20 @@ class RequestRouter:
                 raise why or late from None
 
 
+def _repeated(status: int, wait: bool) -> bool:
+    """Whether a request that was refused so is sent again."""
+    return status == Status.NOT_MY_VBUCKET or (wait and status in AT_THE_MOMENT)
+
+
 def _by_node(
-    routes: Routes, requests: Sequence[tuple[int, bytes]], pending: Iterable[int]
-) -> tuple[dict[NodeAddress, list[bytes]], list[int]]:
+    routes: Routes, requests: Sequence[tuple[int, bytes]], pending: Sequence[int]
+) -> tuple[dict[NodeAddress, Packets], list[int]]:
     """The packets by the node that takes them, and the requests whose partition has no active copy."""
     nodes, owners = routes.nodes, routes.owners
+    if isinstance(requests, PackedRequests) and len(pending) == len(requests):
+        held_by = {*owners}
+        if len(held_by) == 1 and (owner := held_by.pop()) >= 0:
+            return {nodes[owner]: Packets(requests.data, len(requests))}, []
     packets: list[list[bytes]] = [[] for _ in nodes]
     unserved = []
     for index in pending:
@@ -221,7 +296,7 @@ def _by_node(
     for node, some in zip(nodes, packets, strict=True):
         if some:
             by_node.setdefault(node, []).extend(some)  # two entries of the map may have one address
-    return by_node, unserved
+    return {node: Packets(b"".join(some), len(some)) for node, some in by_node.items()}, unserved
 
 
 def _unanswered(

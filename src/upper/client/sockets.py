@@ -13,11 +13,13 @@ import ssl
 import time
 from base64 import b64encode
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from upper.client.calls import Exchange, Replies
+from upper import kernel
+from upper.client.calls import Exchange, Replies, SingleRequest
 from upper.client.link import Answer, Link, Purpose, finals
 from upper.client.login import Login, login
+from upper.client.routes import Routes
 from upper.client.url import Address, NodeAddress
 from upper.errors import (
     BadUrl,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from asyncio.trsock import TransportSocket
 
 READ = 1 << 20  # bytes read from a socket at once
+SHORT = 1 << 14  # the same for a single response
 SILENCE, PROBES = 60, 3  # seconds without a byte before the first keepalive probe, and how many probes
 NOT_CONNECTED = (Unreachable, Busy, TemporaryFailure)  # why a connection was not opened; others are final
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -175,26 +178,35 @@ def _log_in(steps: Login, node: NodeAddress, connection: socket.socket, deadline
 class NodeConnection:
     """One open key-value connection."""
 
-    def __init__(self, node: NodeAddress, opened: socket.socket) -> None:
-        self.node, self.socket, self.link = node, opened, Link()
+    __slots__ = ("arrived", "fd", "link", "node", "purpose", "socket")
+
+    def __init__(self, node: NodeAddress, opened: socket.socket, purpose: Purpose = Purpose.REQUESTS) -> None:
+        self.node, self.socket, self.purpose, self.link = node, opened, purpose, Link()
+        # For `kernel.Caller`, which cannot encrypt: negative with TLS, and once it is closed.
+        self.fd = -1 if isinstance(opened, ssl.SSLSocket) else opened.fileno()
+        arrival = select.poll()
+        arrival.register(opened, select.POLLIN)
+        self.arrived = arrival.poll  # whether something can be read; waits for this number of milliseconds
+
+    def close(self) -> None:
+        self.fd = -1
+        self.socket.close()
 
     def stale(self) -> bool:
         """Whether the node has closed it, or sent something without a request."""
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(self.arrived(0))
 
-    def send(self, data: memoryview) -> int:
+    def send(self, data: bytes | memoryview) -> int:
         """Send what the socket takes without blocking; the number of bytes sent."""
         try:
             return self.socket.send(data)
         except _LATER:
             return 0
 
-    def receive(self) -> bytes | None:
+    def receive(self, most: int = READ) -> bytes | None:
         """The bytes that have arrived: None for none, empty when the node has closed."""
         try:
-            return self.socket.recv(READ)
+            return self.socket.recv(most)
         except _LATER:
             return None
 
@@ -202,8 +214,11 @@ class NodeConnection:
 class _Requests:
     """Requests to one node, of which some are unsent or without a response."""
 
+    __slots__ = ("_not_sent", "answers", "connection", "failure", "missing", "out")
+
     def __init__(self, connection: NodeConnection, packets: bytes, count: int) -> None:
-        self.connection, self.out, self.missing = connection, memoryview(packets), count
+        self.connection, self.missing = connection, count
+        self.out: bytes | memoryview = packets
         self.answers: list[Answer] = []
         self.failure: Unreachable | None = None
         self._not_sent: OSError | None = None
@@ -213,22 +228,43 @@ class _Requests:
         return self.failure is None and (bool(self.out) or self.missing > 0)
 
     def step(self) -> None:
-        connection = self.connection
+        self.send()
+        self.receive(READ)
+
+    def send(self) -> None:
+        out = self.out
         try:
-            while self.out and (sent := connection.send(self.out)):
-                self.out = self.out[sent:]
+            while out and (sent := self.connection.send(out)):
+                out = b"" if sent == len(out) else memoryview(out)[sent:]
         except OSError as error:
             # A node sends the reason before it closes: it may still be there to read.
-            self.out, self._not_sent = memoryview(b""), error
+            out, self._not_sent = b"", error
+        self.out = out
+
+    def receive(self, most: int) -> None:
         try:
-            while self.missing and (data := connection.receive()) is not None:
+            while self.missing and (data := self.connection.receive(most)) is not None:
                 if not data:
                     raise self._not_sent or ConnectionResetError("the node closed the connection")
-                answers = connection.link.receive(data)
-                self.answers += answers
-                self.missing -= finals(answers)
+                self.take(data)
         except OSError as error:
             self.failure = lost(reason_of(error))
+
+    def take(self, data: bytes) -> None:
+        answers = self.connection.link.receive(data)
+        self.answers += answers
+        self.missing -= finals(answers)
+
+    def not_sent(self, number: int) -> None:
+        """Sending failed with this error of the system."""
+        self.out, self._not_sent = b"", OSError(number, os.strerror(number))
+
+
+class Outcome(NamedTuple):
+    """What became of a single request to a node."""
+
+    node: NodeAddress
+    result: Answer | Replies
 
 
 class ConnectionPool:
@@ -238,6 +274,65 @@ class ConnectionPool:
         self._access = access
         self._connections: dict[tuple[NodeAddress, Purpose], NodeConnection] = {}
         self._owner = os.getpid()
+
+    def ask(self, request: SingleRequest, deadline: float) -> Answer | Replies:
+        """Send one request and return the response; in anything unusual, what `exchange` returns."""
+        connection = self._connections.get((request.node, request.purpose))
+        if connection is None or os.getpid() != self._owner or connection.stale():
+            return self.exchange(request.exchange, deadline)
+        work = _Requests(connection, request.packet, 1)
+        try:
+            work.send()
+            if not work.out:
+                # To wait before reading saves a system call that finds nothing.
+                connection.arrived(max(0.0, deadline - time.monotonic()) * 1000)
+        except BaseException:
+            self.abandon(connection)
+            raise
+        return self._finish(work, deadline)
+
+    def finish(
+        self, connection: NodeConnection, unsent: bytes, received: bytes, error: int, deadline: float
+    ) -> Outcome:
+        """The outcome of a request of which `kernel.Caller` has sent and received a part."""
+        work = _Requests(connection, unsent, 1)
+        if error:
+            work.not_sent(error)
+        try:
+            if received:
+                work.take(received)
+        except BaseException:
+            self.abandon(connection)
+            raise
+        return Outcome(connection.node, self._finish(work, deadline))
+
+    def _finish(self, work: _Requests, deadline: float) -> Answer | Replies:
+        complete = False
+        try:
+            work.receive(SHORT)
+            if work.pending:
+                self._pump([work], deadline)
+            complete = work.failure is None
+        finally:
+            if not complete:
+                self.abandon(work.connection)
+        return work.answers[0] if complete and len(work.answers) == 1 else _replies([work], {})
+
+    def abandon(self, connection: NodeConnection) -> None:
+        """Close a connection whose next bytes may be a response that no call waits for."""
+        which = connection.node, connection.purpose
+        if self._connections.get(which) is connection:
+            del self._connections[which]
+        connection.close()
+
+    def arm(self, caller: kernel.Caller, routes: Routes, most: float) -> None:
+        """Let `caller` use the connections that are open."""
+        if os.getpid() == self._owner:
+            reads, writes = (
+                tuple(self._connections.get((node, purpose)) for node in routes.nodes)
+                for purpose in (Purpose.REQUESTS, Purpose.TOKENS)
+            )
+            caller.learn(routes.owners, reads, writes, most)
 
     def exchange(self, exchange: Exchange, deadline: float) -> Replies:
         """Send all requests and return all responses. A node that fails leaves the others undisturbed."""
@@ -254,7 +349,9 @@ class ConnectionPool:
                 except NOT_CONNECTED as error:
                     failures[node] = error
                 else:
-                    work.append(_Requests(connection, b"".join(packets), len(packets)))
+                    work.append(_Requests(connection, packets.data, packets.requests))
+            for each in work:
+                each.step()
             self._pump(work, deadline)
             complete = True
         finally:
@@ -262,18 +359,16 @@ class ConnectionPool:
             # the program goes on.
             for each in work:
                 if each.failure is not None or not complete:
-                    self._drop((each.connection.node, exchange.purpose))
-        failures |= {each.connection.node: each.failure for each in work if each.failure is not None}
-        return Replies({each.connection.node: each.answers for each in work}, failures)
+                    self.abandon(each.connection)
+        return _replies(work, failures)
 
     def close(self) -> None:
-        for which in list(self._connections):
-            self._drop(which)
+        for connection in list(self._connections.values()):
+            self.abandon(connection)
 
     def _pump(self, work: list[_Requests], deadline: float) -> None:
+        """Send and receive what is left, until the deadline."""
         pending = {each.connection.socket.fileno(): each for each in work}
-        for each in work:
-            each.step()
         while pending := {number: each for number, each in pending.items() if each.pending}:
             poll = select.poll()
             for number, each in pending.items():
@@ -288,17 +383,18 @@ class ConnectionPool:
     def _connection(self, node: NodeAddress, purpose: Purpose, deadline: float) -> NodeConnection:
         connection = self._connections.get((node, purpose))
         if connection is not None and connection.stale():
-            self._drop((node, purpose))
+            self.abandon(connection)
             connection = None
         if connection is None:
-            connection = NodeConnection(node, open_socket(self._access, node, deadline, purpose=purpose))
-            self._connections[node, purpose] = connection
+            opened = open_socket(self._access, node, deadline, purpose=purpose)
+            connection = self._connections[node, purpose] = NodeConnection(node, opened, purpose)
         return connection
 
-    def _drop(self, which: tuple[NodeAddress, Purpose]) -> None:
-        connection = self._connections.pop(which, None)
-        if connection is not None:
-            connection.socket.close()
+
+def _replies(work: list[_Requests], failures: dict[NodeAddress, UpperError]) -> Replies:
+    """The outcome of all requests; `failures` are of nodes that could not be connected to."""
+    failures |= {each.connection.node: each.failure for each in work if each.failure is not None}
+    return Replies({each.connection.node: each.answers for each in work}, failures)
 
 
 def connect_by(deadline: float) -> float:

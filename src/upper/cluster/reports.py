@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from upper.client.calls import Exchange
+from upper.client.calls import Exchange, Packets
 from upper.client.sockets import ConnectionPool, ConnectOptions
 from upper.client.url import NodeAddress, parse_node
 from upper.cluster.bucket_map import Epoch, NodeId
@@ -64,7 +64,7 @@ def statistics(node: NodeAddress, access: ConnectOptions, group: str, *, deadlin
     pool = ConnectionPool(access)
     try:
         packet = pack(REQUEST, Opcode.STAT, key=group.encode())
-        replies = pool.exchange(Exchange({node: [packet]}), deadline)
+        replies = pool.exchange(Exchange({node: Packets(packet)}), deadline)
     finally:
         pool.close()
     if node in replies.failures:

@@ -28,6 +28,7 @@ _WANTED = os.environ.get("UPPER_KERNEL", "")
 if TYPE_CHECKING or _WANTED == "plain":
     from upper.kernel.plain import (
         NAME,
+        Caller,
         CommitGroups,
         CopyProgress,
         Counts,
@@ -37,6 +38,7 @@ if TYPE_CHECKING or _WANTED == "plain":
         Table,
         TailProgress,
         acknowledge,
+        answers,
         apply,
         attributed,
         columns,
@@ -45,21 +47,26 @@ if TYPE_CHECKING or _WANTED == "plain":
         events,
         join,
         latest,
+        place,
         reach,
         records,
         replay,
+        requests,
         retarget,
         run,
         scan,
+        stores,
         to_arrow,
         touched,
         writer,
+        written,
         wrote,
     )
 else:
     try:
         from upper.kernel._compiled import (
             NAME,
+            Caller,
             CommitGroups,
             CopyProgress,
             Counts,
@@ -69,6 +76,7 @@ else:
             Table,
             TailProgress,
             acknowledge,
+            answers,
             apply,
             attributed,
             columns,
@@ -77,15 +85,19 @@ else:
             events,
             join,
             latest,
+            place,
             reach,
             records,
             replay,
+            requests,
             retarget,
             run,
             scan,
+            stores,
             to_arrow,
             touched,
             writer,
+            written,
             wrote,
         )
     except ImportError:
@@ -93,6 +105,7 @@ else:
             raise
         from upper.kernel.plain import (
             NAME,
+            Caller,
             CommitGroups,
             CopyProgress,
             Counts,
@@ -102,6 +115,7 @@ else:
             Table,
             TailProgress,
             acknowledge,
+            answers,
             apply,
             attributed,
             columns,
@@ -110,15 +124,19 @@ else:
             events,
             join,
             latest,
+            place,
             reach,
             records,
             replay,
+            requests,
             retarget,
             run,
             scan,
+            stores,
             to_arrow,
             touched,
             writer,
+            written,
             wrote,
         )
 
@@ -130,7 +148,12 @@ __all__ = [
     "events",
     "run",
     "apply",
+    "answers",
+    "place",
+    "written",
     # what goes to a socket
+    "requests",
+    "stores",
     "join",
     "retarget",
     # what goes to a file, and what comes from one
@@ -153,6 +176,7 @@ __all__ = [
     "BETWEEN",
     "INSIDE",
     # types
+    "Caller",
     "Clock",
     "Columns",
     "CommitGroups",

@@ -20,6 +20,7 @@ from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 import os
+import time
 
 from upper.kernel import arrow, packets
 from upper.record import layout
@@ -536,3 +537,4 @@ include "_tracking.pxi"
 include "_columns.pxi"
 include "_events.pxi"
 include "_writer.pxi"
+include "_client.pxi"

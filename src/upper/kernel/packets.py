@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from typing import Final, TypeAlias
 
-from upper.errors import BadLength, RemoteProtocolError, Truncated
+from upper.errors import BadLength, BadMagic, RemoteProtocolError, Truncated
 from upper.record.layout import (
     DELETION,
     DELETION_EXTRAS,
@@ -70,6 +70,11 @@ def fits_opaque(number: int) -> int:
     return number
 
 
+def check_extras(extras: bytes, mask: int) -> None:
+    if len(extras) > 0xFF or not 0 <= mask <= 0x7FFF:
+        raise ValueError("extras have at most 255 bytes, and a bucket at most 32768 partitions")
+
+
 def check_record(record: bytes) -> None:
     if not isinstance(record, bytes):
         raise TypeError(f"a record is bytes, not {type(record).__name__}")
@@ -124,6 +129,18 @@ def bad_change(opcode: int, extras: int, key: int, total: int, at: int) -> BadLe
     return BadLength(
         f"no change {opcode:#x} has extras of {extras}, a key of {key} and a body of {total}", at=at
     )
+
+
+def no_response(at: int) -> BadMagic:
+    return BadMagic("a request came where an answer was due; the other end is not a node", at=at)
+
+
+def bad_key() -> ValueError:
+    return ValueError("a key is bytes of at most 65535, and a value is not longer than a node accepts")
+
+
+def short_answer() -> ValueError:
+    return ValueError("a response is a tuple of opcode, status, opaque, CAS and more")
 
 
 def truncated(at: int) -> Truncated:

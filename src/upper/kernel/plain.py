@@ -23,6 +23,12 @@ from upper.kernel.packets import (
     within,
 )
 from upper.kernel.plain_apply import apply as apply
+from upper.kernel.plain_client import Caller as Caller
+from upper.kernel.plain_client import answers as answers
+from upper.kernel.plain_client import place as place
+from upper.kernel.plain_client import requests as requests
+from upper.kernel.plain_client import stores as stores
+from upper.kernel.plain_client import written as written
 from upper.kernel.plain_columns import attributed as attributed
 from upper.kernel.plain_columns import columns as columns
 from upper.kernel.plain_columns import to_arrow as to_arrow
