@@ -121,7 +121,7 @@ def test_a_file_that_has_grown_adds_what_is_new(tmp_path: Path, capsys: pytest.C
     assert main(["import", str(file), lake]) == 1
     printed = capsys.readouterr()
     assert printed.out == (
-        f"1 of 102 rows written in 1 commit, 100 by an earlier import; 1 bad rows are in {file}.bad\n"
+        f"1 of 102 rows written in 1 commit, 100 by an earlier import; 1 bad row is in {file}.bad\n"
     )
     assert printed.err == f"upper: {file}, line 102: it has no field 'key'\n"
     answer = next(query(lake, "select count(*) n, max(value) top from current"))

@@ -216,7 +216,7 @@ def test_the_verbs_write_and_read_files(
         more.write("x\n")
     assert main(["import", file, node.url]) == 1
     printed = capsys.readouterr()
-    assert printed.out == f"30 of 31 rows written; 1 bad rows are in {file}.bad\n"
+    assert printed.out == f"30 of 31 rows written; 1 bad row is in {file}.bad\n"
     assert printed.err == f"upper: {file}, line 32: it has 1 fields, and the header has 8\n"
     assert json.loads(Path(f"{file}.bad").read_text()) == {
         "line": 32, "error": "it has 1 fields, and the header has 8", "row": "x",

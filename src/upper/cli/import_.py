@@ -108,7 +108,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     if done.expired:
         text += f", {done.expired:,} have expired"
     if done.bad:
-        text += f"; {done.bad:,} bad rows are in {bad_path}"
+        text += f"; {done.bad:,} bad {'row is' if done.bad == 1 else 'rows are'} in {bad_path}"
     out.show({**vars(done), "bad_file": str(bad_path) if done.bad else None}, text=text)
     return ExitCode.DIFFERENT if done.bad else ExitCode.OK
 
