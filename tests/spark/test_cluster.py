@@ -141,8 +141,10 @@ def test_a_loss_by_a_forced_failover_arrives_in_lost_exactly(
     cluster.create(2, partitions=PARTITIONS, acknowledge="local")
     synced = make_synced(tmp_path, cluster, spark)
     with live_sync(synced), closing(cluster.connect()) as bucket:
-        bucket.set_many({f"kept{n}": "v" for n in range(200)})
+        kept = {key: bucket.set(key, "v") for key in (f"kept{n}" for n in range(200))}
         cluster.until_in_sync()
+        for key, stored in kept.items():
+            bucket.wait_until_durable(key, stored, persist=2)
         cluster.kill("n2")  # one that is only stopped would find changes in its sockets later
         without(cluster, "n2")
         bucket.set_many({f"lost{n}": "v" for n in range(100)})
