@@ -70,6 +70,17 @@ class PipelinedConnection(asyncio.Protocol):
                 error = late(self.node)
                 self.close(error)
                 raise error from None
+        await self.request(data, count, answers, deadline)
+
+    @property
+    def writable(self) -> bool:
+        """False while the node does not read what it was sent; `exchange` waits then."""
+        return self._writable.is_set()
+
+    def request(
+        self, data: bytes, count: int, answers: list[Answer], deadline: float = inf
+    ) -> asyncio.Future[None]:
+        """Send requests on a writable connection; the future ends as `exchange` does."""
         if self.closed:
             raise Unreachable(f"{self.node} closed the connection; is it running?")
         done: asyncio.Future[None] = self._loop.create_future()
@@ -80,7 +91,7 @@ class PipelinedConnection(asyncio.Protocol):
             # Requests of calls that run in the same turn of the loop leave in one write.
             self._loop.call_soon(self._send)
         self._unsent.append(data)
-        await done
+        return done
 
     def _send(self) -> None:
         if self._transport is not None and self._unsent:

@@ -169,8 +169,18 @@ class AsyncBucket(BucketOperations):
                 result: object = None
                 try:
                     match effect:
-                        case SingleRequest():
-                            result = await self._ask(effect, min(deadline, clock() + effect.most))
+                        case SingleRequest(node, packet, purpose, most):
+                            within = min(deadline, clock() + most)
+                            connection = self._opened((node, purpose))
+                            if connection is None or not connection.writable:
+                                result = await self._exchange(effect.exchange, within)
+                            else:
+                                answers: list[Answer] = []
+                                try:
+                                    await connection.request(packet, 1, answers, within)
+                                    result = answers[0]
+                                except Unreachable as broken:
+                                    result = Replies({node: answers}, {node: broken})
                         case Exchange():
                             left = max(0.0, deadline - clock())
                             within = clock() + min(left * effect.share, effect.most)
@@ -190,18 +200,6 @@ class AsyncBucket(BucketOperations):
         except StopIteration as stop:
             value: T = stop.value
             return value
-
-    async def _ask(self, request: SingleRequest, deadline: float) -> Answer | Replies:
-        """Send one request and return the response; in anything unusual, what `_exchange` returns."""
-        connection = self._opened((request.node, request.purpose))
-        if connection is None:
-            return await self._exchange(request.exchange, deadline)
-        answers: list[Answer] = []
-        try:
-            await connection.exchange(request.packet, 1, answers, deadline)
-        except Unreachable as broken:
-            return Replies({request.node: answers}, {request.node: broken})
-        return answers[0]
 
     async def _exchange(self, exchange: Exchange, deadline: float) -> Replies:
         """Send all requests and return all responses. A node that fails leaves the others undisturbed."""
