@@ -313,7 +313,7 @@ def test_mistakes_get_a_sentence_and_a_code(url: str) -> None:
     assert "there is no partition 500; they are 0 to 15" in run("promote", url, "-p", "500", code=2)
     assert "at most 65536" in run("promote", url, "-p", "99999", code=2)
     assert "0 to 281474976710655" in run("promote", url, "-p", "1", "--to", "-4", code=2)
-    assert "seconds above 0" in run("get", url, "a", "--timeout", "0", code=2)
+    assert "duration above 0" in run("get", url, "a", "--timeout", "0", code=2)
     assert "0 to 4294967295" in run("set", url, "a", "b", "--expiry", "-1", code=2)
     assert "not a whole number" in run("incr", url, "a", "--by", "x", code=2)
     assert "does not accept TLS" in run("get", f"{url}?tls=on", "a", code=3)

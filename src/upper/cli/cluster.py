@@ -12,7 +12,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upper.cli.common import add_credentials, agreed, number, some_seconds
+from upper.cli.common import add_credentials, agreed, number
+from upper.cli.durations import some_seconds
 from upper.cli.output import ExitCode, Output
 from upper.cli.store_options import STORE_HELP, add_store_options, store_opener
 
@@ -81,8 +82,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--lease",
         type=some_seconds,
         default=3.0,
-        metavar="SECONDS",
-        help="how long a silent node counts as alive (%(default)g)",
+        metavar="TIME",
+        help="how long a silent node counts as alive (3s)",
     )
 
     create = add("create", "place the bucket on the nodes that have joined")

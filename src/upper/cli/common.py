@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from upper.cli.durations import some_seconds
 from upper.cli.output import Output
 from upper.errors import AuthenticationFailed, InvalidArguments
 
@@ -27,8 +28,12 @@ URL = re.compile(r"(upr0?|tap|dcp|couchbase)s?://")  # the schemes of `wire.code
 def add_url(parser: ArgumentParser) -> None:
     """The arguments of a verb that connects to a bucket."""
     add_bucket(parser)
+    add_timeout(parser)
+
+
+def add_timeout(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--timeout", type=some_seconds, metavar="SECONDS", help="how long a node may take to answer (10)"
+        "--timeout", type=some_seconds, metavar="TIME", help="how long a node may take to answer (10s)"
     )
 
 
@@ -193,17 +198,6 @@ def number(first: int, last: int) -> Callable[[str], int]:
         return value
 
     return parse
-
-
-def some_seconds(text: str) -> float:
-    """Parse a number of seconds above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return value
 
 
 def partitions(text: str) -> list[int]:

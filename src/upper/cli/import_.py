@@ -25,11 +25,11 @@ from typing import IO, TYPE_CHECKING
 from upper.cli.common import (
     add_credentials,
     add_storage_options,
+    add_timeout,
     as_typed,
     is_lake,
     number,
     reach,
-    some_seconds,
 )
 from upper.cli.output import ExitCode, Output
 from upper.errors import InvalidArguments
@@ -56,9 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     add_credentials(parser)
     add_storage_options(parser)
-    parser.add_argument(
-        "--timeout", type=some_seconds, metavar="SECONDS", help="how long a node may take to answer (10)"
-    )
+    add_timeout(parser)
     parser.add_argument(
         "--format", choices=("jsonl", "csv", "parquet"), help="default: by the suffix of FILE"
     )

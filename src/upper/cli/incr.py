@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.common import add_url, as_typed, number, reach
+from upper.cli.durations import whole_seconds
 from upper.cli.output import ExitCode, Output, text_of
 from upper.errors import KeyNotFound
 
@@ -29,10 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expiry",
-        type=number(0, 2**32 - 2),
+        type=whole_seconds(2**32 - 2),
         default=0,
-        metavar="SECONDS",
-        help="expiry of a key that is created (never)",
+        metavar="TIME",
+        help="how long a key that is created exists (for ever)",
     )
 
 

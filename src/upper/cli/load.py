@@ -11,6 +11,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
 from upper.cli.common import add_url, number, reach
+from upper.cli.durations import whole_seconds
 from upper.cli.output import ExitCode, Output
 
 if TYPE_CHECKING:
@@ -65,10 +66,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--expiry",
-        type=number(0, 2**32 - 1),
+        type=whole_seconds(2**32 - 1),
         default=0,
-        metavar="SECONDS",
-        help="expiry of every item (never)",
+        metavar="TIME",
+        help="how long every item exists (for ever)",
     )
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed of the random numbers (%(default)s)"

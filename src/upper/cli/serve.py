@@ -14,8 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from upper.cli.common import some_seconds
-from upper.cli.durations import seconds
+from upper.cli.durations import seconds, some_seconds, whole_seconds
 from upper.cli.output import ExitCode, Output
 from upper.cli.store_options import STORE_HELP, add_store_options, store_opener
 
@@ -51,8 +50,8 @@ def add_arguments(parser: ArgumentParser) -> None:
                         help="partition of keys of memcached clients (%(default)s)")  # fmt: skip
     parser.add_argument("--purge-age", type=seconds, default=3 * 86400.0, metavar="TIME",
                         help="how long deletions are kept, such as 12h or 3d (3d)")  # fmt: skip
-    parser.add_argument("--max-lock", type=int, default=30, metavar="SECONDS",
-                        help="longest lock of get-and-lock (%(default)s)")  # fmt: skip
+    parser.add_argument("--max-lock", type=whole_seconds(2**32 - 1), default=30, metavar="TIME",
+                        help="longest lock of get-and-lock (30s)")  # fmt: skip
     parser.add_argument(
         "--users", type=Path, metavar="FILE", help="users and roles; created by `upper users`"
     )
@@ -72,8 +71,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="maximum number of connections (%(default)s)",
     )
-    parser.add_argument("--idle", type=float, default=3600, metavar="SECONDS",
-                        help="close idle connections after this, 0 for never (%(default)s)")  # fmt: skip
+    parser.add_argument("--idle", type=seconds, default=3600.0, metavar="TIME",
+                        help="close idle connections after this, 0 for never (1h)")  # fmt: skip
     joining = parser.add_argument_group("a node of a cluster")
     joining.add_argument("--join", metavar="STORE", help=STORE_HELP)
     joining.add_argument("--name", metavar="NAME", help="its name in the cluster (the name of the machine)")
@@ -97,8 +96,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--lease",
         type=some_seconds,
         default=3.0,
-        metavar="SECONDS",
-        help="how long it counts as alive without a renewal (%(default)g)",
+        metavar="TIME",
+        help="how long it counts as alive without a renewal (3s)",
     )
     joining.add_argument(
         "--restore-after",

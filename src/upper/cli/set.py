@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.common import add_url, as_typed, number, reach
+from upper.cli.durations import whole_seconds
 from upper.cli.output import ExitCode, Output
 
 EXAMPLES = """
@@ -21,10 +22,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("value", metavar="VALUE", help="the value; - reads it from standard input")
     parser.add_argument(
         "--expiry",
-        type=number(0, 2**32 - 1),
+        type=whole_seconds(2**32 - 1),
         default=0,
-        metavar="SECONDS",
-        help="expiry, in seconds from now (never)",
+        metavar="TIME",
+        help="how long the key exists, as 90s or 7d (for ever)",
     )
     parser.add_argument(
         "--flags",

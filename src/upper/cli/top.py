@@ -19,7 +19,8 @@ from contextlib import contextmanager
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
-from upper.cli.common import add_url, number, reach, some_seconds
+from upper.cli.common import add_url, number, reach
+from upper.cli.durations import some_seconds
 from upper.cli.output import ExitCode, Output, text_of
 from upper.errors import Refused, Unreachable
 
@@ -41,7 +42,7 @@ NARROW = 12  # columns to which a name or a state is cut before another column i
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
     parser.add_argument(
-        "--every", type=some_seconds, default=1.0, metavar="SECONDS", help="interval (%(default)s)"
+        "--every", type=some_seconds, default=1.0, metavar="TIME", help="interval, as 500ms (1s)"
     )
     parser.add_argument("--count", type=number(1, 2**31), metavar="N", help="stop after N intervals (never)")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from upper.cli.common import add_url, as_typed, number, reach
+from upper.cli.common import add_url, as_typed, reach
+from upper.cli.durations import whole_seconds
 from upper.cli.output import ExitCode, Output, text_of
 
 EXAMPLES = """
-upper touch upr://127.0.0.1:11210/default user:1 3600
+upper touch upr://127.0.0.1:11210/default user:1 1h
 upper touch upr://127.0.0.1:11210/default user:1 0
 """
 
@@ -18,9 +19,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("key", metavar="KEY", help="the key to change")
     parser.add_argument(
         "expiry",
-        type=number(0, 2**32 - 1),
-        metavar="SECONDS",
-        help="seconds from now; 0: the key never expires",
+        type=whole_seconds(2**32 - 1),
+        metavar="TIME",
+        help="time from now, as 90s or 7d; 0: the key never expires",
     )
 
 
