@@ -8,6 +8,7 @@ the three an error, for those who are at work on it.
 
 import os
 from pathlib import Path
+from runpy import run_path
 
 from setuptools import Extension, setup
 
@@ -27,11 +28,13 @@ def extensions() -> list[Extension]:
         if REQUIRED:
             raise
         return []
+    digest = run_path(str(KERNEL.parent / "choice.py"))["digest"]
     kernel = Extension(
         "upper.kernel._compiled",
         [str(KERNEL)],
         include_dirs=[str(KERNEL.parent)],
         depends=[str(header) for header in KERNEL.parent.glob("*.h")],
+        define_macros=[("UPPER_SOURCES", f'"{digest(KERNEL.parent)}"')],
         extra_compile_args=(
             ["-O1", "-g", "-pthread", "-DUPPER_EXACT_BLOCKS", *CHECKS] if SANITIZED else ["-O3", "-pthread"]
         ),
@@ -39,7 +42,7 @@ def extensions() -> list[Extension]:
     )
     made: list[Extension] = cythonize([kernel], language_level=3, build_dir="build/cython")
     for extension in made:
-        extension.optional = not REQUIRED  # cythonize makes extensions of its own, and forgets this
+        extension.optional = not REQUIRED  # cythonize returns new extensions without this attribute
     return made
 
 

@@ -1,8 +1,8 @@
 """The loops that run once per change, compiled where that was possible at installation.
 
 Two modules hold the same functions: `_compiled` (Cython) and `plain` (Python, and the text to read).
-This file chooses, once, at import; `NAME` is the one that runs. The environment variable UPPER_KERNEL
-overrides it: `plain` selects the Python one, `required` fails without the compiled one.
+`choice` chooses one of them, once, at import; `NAME` is the one that runs. The environment variable
+UPPER_KERNEL overrides it: `plain` selects the Python one, `required` fails without the compiled one.
 
 Both guarantee: no byte of the input is trusted, no length field leads to an allocation, and every
 result of one is the result of the other, byte for byte (tests/kernel holds them to it). Bytes that come
@@ -19,13 +19,12 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from upper.kernel.choice import choose
 from upper.kernel.packets import BETWEEN, INSIDE, Columns, Entry
 from upper.kernel.plain_run import Clock
 from upper.kernel.writing import Writer
 
-_WANTED = os.environ.get("UPPER_KERNEL", "")
-
-if TYPE_CHECKING or _WANTED == "plain":
+if TYPE_CHECKING:
     from upper.kernel.plain import (
         NAME,
         Caller,
@@ -62,83 +61,6 @@ if TYPE_CHECKING or _WANTED == "plain":
         written,
         wrote,
     )
-else:
-    try:
-        from upper.kernel._compiled import (
-            NAME,
-            Caller,
-            CommitGroups,
-            CopyProgress,
-            Counts,
-            Log,
-            RecordMap,
-            RecordView,
-            Table,
-            TailProgress,
-            acknowledge,
-            answers,
-            apply,
-            attributed,
-            columns,
-            covered,
-            crc32,
-            events,
-            join,
-            latest,
-            place,
-            reach,
-            records,
-            replay,
-            requests,
-            retarget,
-            run,
-            scan,
-            stores,
-            to_arrow,
-            touched,
-            writer,
-            written,
-            wrote,
-        )
-    except ImportError:
-        if _WANTED == "required":
-            raise
-        from upper.kernel.plain import (
-            NAME,
-            Caller,
-            CommitGroups,
-            CopyProgress,
-            Counts,
-            Log,
-            RecordMap,
-            RecordView,
-            Table,
-            TailProgress,
-            acknowledge,
-            answers,
-            apply,
-            attributed,
-            columns,
-            covered,
-            crc32,
-            events,
-            join,
-            latest,
-            place,
-            reach,
-            records,
-            replay,
-            requests,
-            retarget,
-            run,
-            scan,
-            stores,
-            to_arrow,
-            touched,
-            writer,
-            written,
-            wrote,
-        )
 
 __all__ = [
     "NAME",
@@ -190,3 +112,7 @@ __all__ = [
     "TailProgress",
     "Writer",
 ]
+
+if not TYPE_CHECKING:
+    _chosen = choose(os.environ.get("UPPER_KERNEL", ""))
+    globals().update({name: getattr(_chosen, name) for name in __all__ if name not in globals()})

@@ -34,6 +34,7 @@ from upper.kernel.plain import wrote as wrote
 from upper.kernel.writing import Writer
 
 NAME: str
+SOURCES: str  # a checksum of what it was built from, see `choice`
 LAYOUT: dict[str, int]  # the numbers it was compiled with
 
 def writer() -> Writer: ...

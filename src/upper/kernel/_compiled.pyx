@@ -26,12 +26,13 @@ from upper.kernel import arrow, packets
 from upper.record import layout
 from upper.wire import extras
 
-NAME = "compiled"
-
 cdef extern from *:
     """
     #include <stdint.h>
-    /* Big endian, byte by byte: right on every machine, and one instruction where there is one. */
+    #ifndef UPPER_SOURCES
+    #define UPPER_SOURCES ""
+    #endif
+    /* Big endian, byte by byte: correct on every machine, and compiled to one instruction where it has one. */
     static inline uint16_t get16(const uint8_t *p) { return (uint16_t)(p[0] << 8 | p[1]); }
     static inline uint32_t get32(const uint8_t *p) {
         return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3];
@@ -48,6 +49,7 @@ cdef extern from *:
     #define fetch_to_write(p) ((void)0)
     #endif
     """
+    const char *UPPER_SOURCES
     uint16_t get16(const uint8_t *p) nogil
     uint32_t get32(const uint8_t *p) nogil
     uint64_t get64(const uint8_t *p) nogil
@@ -55,6 +57,9 @@ cdef extern from *:
     void put32(uint8_t *p, uint32_t v) nogil
     void put64(uint8_t *p, uint64_t v) nogil
     void fetch_soon(const void *p) nogil
+
+NAME = "compiled"
+SOURCES = UPPER_SOURCES.decode()  # `choice.digest` of the sources that it was built from
 
 # The numbers of `upper.record.layout`, `upper.record.location`, `upper.kernel.packets` and `upper.wire`, for the C compiler.
 # LAYOUT exports them under their names there; tests/record/test_compiled_layout.py compares.
@@ -136,7 +141,7 @@ cdef enum:
     FLAGS_EXTRAS = 4  # of the response to a GET
     MONTH = 2592000  # seconds: an expiration up to here counts from now
     DEFAULT_LOCK = 15  # seconds
-    AHEAD = 24  # how many records further on the next one is prefetched
+    AHEAD = 24  # records between the one that is processed and the one that is prefetched
 
 LAYOUT = {
     "HEADER_SIZE": HEADER_SIZE,
@@ -231,7 +236,7 @@ cdef inline const uint8_t *chars(object record) noexcept:
 
 
 cdef inline uint8_t *fresh(object blank) noexcept:
-    """The bytes of an object that no other code has a reference to yet."""
+    """A pointer to the bytes of a new object, which no other code has a reference to."""
     return <uint8_t *> PyBytes_AS_STRING(blank)
 
 
@@ -251,7 +256,7 @@ cdef int numbers(object slots, Py_buffer *view, int flags) except -1:
 cdef Py_ssize_t packet(
     const uint8_t *data, Py_ssize_t at, Py_ssize_t end, Py_ssize_t limit, bint dcp, int *opcode
 ) except -1:
-    """Where the packet at `at` ends, or 0 if it is not whole; UPR's opcode, or -1 if it is not a change."""
+    """The end of the packet at `at`, or 0 if it is incomplete; UPR's opcode, or -1 if it is not a change."""
     cdef const uint8_t *p = data + at
     cdef Py_ssize_t total
     cdef int key, extras
@@ -388,7 +393,7 @@ def join(list records not None, opaque, *, int dcp=0):
     joined = PyBytes_FromStringAndSize(NULL, total)
     to = fresh(joined)
     for i in range(count):
-        if i + AHEAD < count:  # its head is here already
+        if i + AHEAD < count:  # its head is in the cache already
             fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + AHEAD) + 64))
             fetch_soon(<const void *> (<const char *> PyList_GET_ITEM(records, i + AHEAD) + 128))
         record = <object> PyList_GET_ITEM(records, i)
@@ -398,13 +403,13 @@ def join(list records not None, opaque, *, int dcp=0):
 
 
 cdef inline Py_ssize_t emit(uint8_t *to, const uint8_t *p, Py_ssize_t length, int dcp, uint32_t number) noexcept:
-    """A record as it goes to a stream, in a form of DCP if `dcp` is one; how many bytes that is."""
+    """Write a record as a stream sends it, in a form of DCP if `dcp` is one; returns the number of bytes."""
     cdef Py_ssize_t body
     cdef int more
     if dcp:
         more, body = longer(p[AT_OPCODE], dcp), HEADER_SIZE + p[AT_EXTRAS_LENGTH]
         if body == MUTATION_HEAD and more == DCP_MUTATION_EXTRAS - MUTATION_EXTRAS:
-            memcpy(to, p, MUTATION_HEAD)  # of a size that the compiler knows
+            memcpy(to, p, MUTATION_HEAD)  # a constant size, which the compiler inlines
             to[MUTATION_HEAD] = to[MUTATION_HEAD + 1] = to[MUTATION_HEAD + 2] = 0
         else:
             memcpy(to, p, body)
