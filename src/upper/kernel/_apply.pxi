@@ -1,4 +1,4 @@
-# Replica streams into partitions, compiled; part of _compiled.pyx. `plain_apply` says what it means.
+# Replica streams into partitions, compiled; part of _compiled.pyx. `plain_apply` documents it.
 
 cdef inline Py_ssize_t sound(const uint8_t *p, Py_ssize_t left, uint32_t partition, uint64_t high) noexcept:
     """The length of the change at `p` if it is whole, well formed, of this partition and past `high`; else 0."""
@@ -22,14 +22,14 @@ cdef inline Py_ssize_t sound(const uint8_t *p, Py_ssize_t left, uint32_t partiti
 
 
 cdef inline bint marks(const uint8_t *p, Py_ssize_t left, uint32_t partition, int opcode) noexcept:
-    """Whether this marker of the stream of this partition is here, whole and without a body."""
+    """Whether a complete marker of this kind and partition, without a body, is at `p`."""
     if left < HEADER_SIZE or p[0] != REQUEST or p[AT_OPCODE] != opcode or p[AT_EXTRAS_LENGTH] or get16(p + AT_KEY_LENGTH):
         return False
     return get32(p + AT_BODY) == 0 and get32(p + AT_OPAQUE) == partition and get16(p + AT_PARTITION) == partition
 
 
 cdef object mark(int opcode, uint32_t partition, uint64_t end):
-    """The fact that begins a snapshot in the journal, with its end, or the one that ends it."""
+    """The journal entry that begins a snapshot, with its end, or the one that ends it."""
     cdef Py_ssize_t extras = 8 if opcode == SNAPSHOT_START else 0
     fact = blank(opcode, extras, 0, partition, extras, 0)
     if extras:
@@ -38,7 +38,7 @@ cdef object mark(int opcode, uint32_t partition, uint64_t end):
 
 
 cdef int enter(Table part, const uint8_t *p, Py_ssize_t size, uint32_t tag, Log pending, list expiring) except -1:
-    """A change takes the last place in its partition."""
+    """Append a change to its partition."""
     cdef uint8_t *to
     cdef uint64_t *slot = map_find(&part.items.map, cell_key(p), cell_key_length(p), tag)
     if size >= SHARED_VALUE:
@@ -69,7 +69,7 @@ def apply(
     cdef uint8_t *to
     cdef Py_ssize_t homes[STREAMED]
     cdef uint32_t tags[STREAMED]
-    cdef Py_ssize_t seen = start, place = 0  # where the packets end that were looked at, and which of them is next
+    cdef Py_ssize_t seen = start, place = 0  # the end of the packets that were prefetched, and the next of them
     cdef Py_ssize_t at = start, past, size, length, count, several, changes = 0, used = PyByteArray_GET_SIZE(ends), space = used
     cdef uint64_t highest = 0, high
     cdef uint32_t partition, tag

@@ -1,4 +1,4 @@
-# Requests and responses of a client, compiled; part of _compiled.pyx. `plain_client` says what each one means.
+# Requests and responses of a client, compiled; part of _compiled.pyx. `plain_client` documents them.
 
 from cpython.bytes cimport PyBytes_CheckExact
 from cpython.exc cimport PyErr_CheckSignals

@@ -1,4 +1,4 @@
-# Changes as the buffers of Arrow columns, compiled; part of _compiled.pyx. `plain.columns` says what it means.
+# Changes as the buffers of Arrow columns, compiled; part of _compiled.pyx. `plain_columns` documents it.
 
 cdef struct Buffers:
     int32_t *partition
@@ -27,14 +27,14 @@ cdef object space(Py_ssize_t size, void **where):
 
 
 cdef inline Py_ssize_t value_length(const uint8_t *p, const uint8_t *past, const uint8_t *value, bint dcp) noexcept:
-    """Of a mutation. In DCP metadata may follow the value; a negative length is a packet that is not sound."""
+    """The length of the value of a mutation. In DCP metadata may follow it; negative if the packet is malformed."""
     return past - value - (get16(p + AT_DCP_META) if dcp else 0)
 
 
 cdef void fill(
     const uint8_t *p, const uint8_t *end, const uint64_t *branches, bint dcp, Buffers *to
 ) noexcept:
-    """Every change between `p` and `end`, counted and checked before, goes to its place in each column."""
+    """Write every change between `p` and `end` to the columns; they were counted and checked before."""
     cdef Py_ssize_t row = 0, size, klen, vlen
     cdef int32_t names = 0, keys = 0, values = 0
     cdef int width, opcode
@@ -64,7 +64,7 @@ cdef void fill(
                     to.validity[row >> 3] |= 1 << (row & 7)
             else:
                 if dcp:
-                    to.data_type[row] = 0  # it describes what a deletion may bring, which has no column here
+                    to.data_type[row] = 0  # of a deletion it describes a value that has no column here
                 to.flags[row] = to.expiration[row] = to.lock_time[row] = 0
             memcpy(to.keys + keys, key, klen)
             keys += <int32_t> klen
@@ -93,7 +93,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False)
         numbers(branches, &known, PyBUF_SIMPLE)
         try:
             base, count = <const uint8_t *> view.buf, known.len // 8
-            # Count and check first: what is allocated below is what was counted here.
+            # Count and check first: the sizes allocated below are the counted ones.
             at = start
             while True:
                 past = packet(base, at, end, MAX_RANGE, dcp, &opcode)

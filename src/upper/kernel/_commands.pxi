@@ -1,11 +1,11 @@
-# The commands that change an item by what it is, compiled; part of _compiled.pyx. `plain_commands` says what they mean.
+# The commands that read an item before they change it, compiled; part of _compiled.pyx. `plain_commands` documents them.
 
 cdef enum:
-    LEFT = -2  # to the handler of the command
+    LEFT = -2  # the handler of the command has to process it
 
 
 cdef object changed(Turn *turn, Request *asked, int data_type, uint32_t expiration, uint32_t lock):
-    """The item that was asked for, with its flags and its value, as it is from here on."""
+    """A record of the next version of the requested item, with the same flags and value."""
     record = mutation(turn, asked, asked.length - MUTATION_HEAD - asked.klen, data_type, expiration, lock)
     memcpy(fresh(record) + AT_FLAGS, asked.record + AT_FLAGS, 4)
     memcpy(fresh(record) + MUTATION_HEAD, asked.record + MUTATION_HEAD, asked.length - MUTATION_HEAD)
@@ -13,7 +13,7 @@ cdef object changed(Turn *turn, Request *asked, int data_type, uint32_t expirati
 
 
 cdef bint number_of(const uint8_t *text, Py_ssize_t length, uint64_t *number) noexcept:
-    """A decimal number below 2^64, as a value has it."""
+    """Parse a value as a decimal number below 2^64."""
     cdef Py_ssize_t i
     cdef int digit
     while length and (text[length - 1] == c" " or text[length - 1] == 0 or text[length - 1] == c"\r" or text[length - 1] == c"\n"):
@@ -153,7 +153,7 @@ cdef Py_ssize_t unlock(Turn *turn, Request *asked, Table part, Log pending, list
 cdef Py_ssize_t change_in_place(
     Turn *turn, Request *asked, Table part, Log pending, list expiring, uint8_t *to, object clock, bint reads
 ) except? -1:
-    """Run one of these commands: the bytes of its response, or LEFT, and nothing has happened."""
+    """Run one of these commands: the number of bytes of its response, or LEFT if nothing was changed."""
     cdef int opcode = asked.opcode
     if opcode == INCREMENT or opcode == DECREMENT or opcode == INCREMENTQ or opcode == DECREMENTQ:
         return count(turn, asked, part, pending, expiring, to, clock)

@@ -1,4 +1,4 @@
-/* The CRC-32 of zlib; part of _compiled.pyx, by way of _writer.h and _run.pxi.
+/* The CRC-32 of zlib; included in _compiled.pyx through _writer.h and _run.pxi.
  *
  * Frames of the journal are long: where the processor multiplies without carries, 64 bytes are folded in a step, as in
  * "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Gopal and others, Intel, 2009). Keys are short,
@@ -14,7 +14,7 @@
 #endif
 
 static uint32_t crc_table[8][256];
-static int crc_folds; /* the processor has the instruction */
+static int crc_folds; /* whether the processor has the instruction */
 
 static void crc_prepare(void) {
     for (uint32_t i = 0; i < 256; i++) {
@@ -44,7 +44,7 @@ static inline uint32_t crc_by_table(uint32_t crc, const uint8_t *p, size_t lengt
 #define CRC_FOLD(x, by, next) \
     _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(x, by, 0x00), _mm_clmulepi64_si128(x, by, 0x11)), next)
 
-/* Of at least 64 bytes, in blocks of 16. */
+/* The CRC of at least 64 bytes, in blocks of 16. */
 __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_folding(uint32_t crc, const uint8_t *p, size_t length) {
     const __m128i by_64 = _mm_set_epi64x(0x1c6e41596, 0x154442bd4), by_16 = _mm_set_epi64x(0x0ccaa009e, 0x1751997d0);
     const __m128i by_4 = _mm_set_epi64x(0, 0x163cd6124), polynomial = _mm_set_epi64x(0x1f7011641, 0x1db710641);
@@ -69,7 +69,7 @@ __attribute__((target("pclmul,sse4.1"))) static uint32_t crc_by_folding(uint32_t
 }
 #endif
 
-/* The CRC of what had `crc` so far (0: of nothing) and these bytes. */
+/* Continue `crc` (0: nothing yet) with these bytes. */
 static inline uint32_t crc_more(uint32_t crc, const uint8_t *p, size_t length) {
     crc = ~crc;
 #ifdef UPPER_CLMUL

@@ -1,9 +1,9 @@
-# Changes as objects, compiled; part of _compiled.pyx. `plain_events` says what it means.
+# Changes as objects, compiled; part of _compiled.pyx. `plain_events` documents it.
 
 cdef extern from *:
     """
     #include <structmember.h>
-    /* Where a class with __slots__ keeps an attribute; -1 if it does not. */
+    /* The offset of an attribute of a class with __slots__; -1 if it has none. */
     static Py_ssize_t slot_offset(PyObject *descriptor) {
         if (!PyObject_TypeCheck(descriptor, &PyMemberDescr_Type)) return -1;
         return ((PyMemberDescrObject *)descriptor)->d_member->offset;
@@ -42,7 +42,7 @@ cdef class Shape:
                 raise TypeError(f"{kind.__name__}.{FIELD_NAMES[i]} is not in a slot")
 
 
-cdef object SHAPED = None  # the classes that were last asked for
+cdef object SHAPED = None  # the classes of the last call
 cdef Shape LIVE = None
 cdef Shape DELETED = None
 cdef Shape EXPIRED = None

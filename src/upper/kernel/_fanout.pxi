@@ -1,4 +1,4 @@
-# The records of a commit by partition, compiled; part of _compiled.pyx. `plain_fanout` says what it means.
+# The records of a commit by partition, compiled; part of _compiled.pyx. `plain_fanout` documents it.
 
 cdef struct Group:
     uint32_t partition
@@ -17,7 +17,7 @@ cdef enum:
     FEW = 8  # records of a partition in a commit, up to which their keys are compared one by one
 
 
-cdef int32_t group_of[65536]  # by partition: the group that a commit has it in, while it is being cut
+cdef int32_t group_of[65536]  # by partition: its group in the commit that is being split
 memset(group_of, 0xFF, sizeof(group_of))
 
 

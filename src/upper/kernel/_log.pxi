@@ -1,18 +1,18 @@
-# The records of a batch in one piece of memory, compiled; part of _compiled.pyx. `plain_log` says what it means.
+# The records of a batch in one piece of memory, compiled; part of _compiled.pyx. `plain_log` documents it.
 #
-# A log has room for the head of its frame, and then cells as `_map.h` has them: records as they go to the journal, and LARGE
-# ones, whose bytes object the log shares with its partition. A log without large records is written as it is.
+# A log begins with space for the head of its frame. Cells of `_map.h` follow: records as the journal stores them, and LARGE
+# ones, whose bytes object the log shares with its partition. A log without large records is written without a copy.
 
 cdef enum:
     FRAME_HEAD = 32  # bytes before the first record
     FIRST_ROOM = 64 << 10
     SHARED_VALUE = 8 << 10  # bytes of a value from which on a log refers to the record
-    POOLED = 3  # buffers that are kept for the next logs, so that their pages need not be made again
-    POOLED_ROOM = 4 << 20  # and how large they may be
+    POOLED = 3  # buffers that are kept for the next logs, to save page faults
+    POOLED_ROOM = 4 << 20  # bytes of a buffer that is kept, at most
 
 cdef extern from *:
     """
-    #ifdef UPPER_EXACT_BLOCKS /* a sanitizer is to see where a log ends */
+    #ifdef UPPER_EXACT_BLOCKS /* so that a sanitizer detects an access past the end of a log */
     enum { EXACT_LOGS = 1 };
     #else
     enum { EXACT_LOGS = 0 };
@@ -55,7 +55,7 @@ cdef class Log:
             free(self.data)
 
     cdef uint8_t *reserve(self, Py_ssize_t length) except NULL:
-        """Where the next cell begins, with room for one of this length."""
+        """A pointer to the next cell, with room for this length."""
         global pooled
         cdef Py_ssize_t room
         cdef uint8_t *data
@@ -75,17 +75,17 @@ cdef class Log:
         return self.data + self.used
 
     cdef inline void took(self, Py_ssize_t length, Py_ssize_t size) noexcept:
-        """A cell of this length was written there, with a record of this size."""
+        """Count the cell of this length that was written there, with a record of this size."""
         self.used += length
         self.bytes += size
         self.count += 1
 
     cdef uint8_t *reserve_record(self, object record) except NULL:
-        """Room for this record."""
+        """Make room for this record."""
         return self.reserve(PyBytes_GET_SIZE(record))
 
     cdef void add(self, object record) noexcept:
-        """Add a record, well formed, for which there is room."""
+        """Add a well-formed record, for which `reserve` made room."""
         cdef const uint8_t *p = chars(record)
         cdef uint8_t *to = self.data + self.used
         cdef Py_ssize_t size = PyBytes_GET_SIZE(record), head = HEADER_SIZE + p[AT_EXTRAS_LENGTH] + get16(p + AT_KEY_LENGTH)

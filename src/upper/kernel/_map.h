@@ -1,22 +1,22 @@
-/* The records of one partition, by key and in the order of their seqnos; part of _compiled.pyx, by way of _map.pxi.
+/* The records of one partition, by key and in the order of their seqnos; included in _compiled.pyx through _map.pxi.
  *
- * A map is a chain of blocks and an index. Blocks hold *cells* one behind the other, in the order of seqnos over the whole
+ * A map is a chain of blocks and an index. Blocks hold *cells* one after the other, in the order of seqnos over the whole
  * chain. A cell is one of three:
  *   - a record as it goes over the wire. Its opaque is 0, or, once it is dead, the epoch of its death;
- *   - LARGE: head and key of a mutation and a pointer to the bytes object that has all of it. Both a large value and what
- *     refers to it (the open batch, a stream) are copied nowhere;
+ *   - LARGE: head and key of a mutation and a pointer to the bytes object that has all of it. The open batch and streams
+ *     refer to the same object, so a large value is never copied;
  *   - COLD: key, seqno and the location of a record that is not in memory.
  * The body length in a cell's header is that of the cell, so that a walk needs nothing else.
  *
  * A view is a list of blocks with the epoch in which it was taken: it sees the cells that were alive then. A change
- * to a cell that a view could see is made in a copy of its block, and cleaning copies the living to other blocks, so a block
- * that a view holds says to it what it always said.
+ * to a cell that a view could see is made in a copy of its block, and cleaning copies live cells to other blocks, so what a
+ * view sees in its blocks never changes.
  *
  * The index has 8 bytes a slot: 24 bits of a keyed hash, 20 for the block, 20 for the offset of the cell. The place of a
  * slot follows from its 24 bits alone, so the index grows without touching a cell. A large index is in parts by the first
  * bits of the hash, each of which grows alone: no put waits for all of it.
  *
- * Everything is called with the interpreter's lock. Functions that may lack memory say so before they changed anything. */
+ * Everything is called with the interpreter's lock. A function that fails for lack of memory has changed nothing. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -29,7 +29,7 @@ enum {
     COLD_HEAD = HEADER_BYTES + COLD_EXTRAS,
     AT_COLD_PLACE = 32,
     AT_COLD_LENGTH = 40,
-    LARGE_VALUE = 1024, /* bytes of a value from which on it is not in a block */
+    LARGE_VALUE = 1024, /* bytes: values of at least this size are not in a block */
     FIRST_BLOCK = 1 << 10, /* bytes of the first block of a map, and of the smallest and largest of the others, about */
     SMALLEST_BLOCK = 4 << 10,
     LARGEST_BLOCK = 256 << 10,
@@ -37,24 +37,24 @@ enum {
     BLOCK_BITS = 20,
     OFFSET_BITS = 20,
     FEWEST_SLOTS = 8,
-    MARKS = 8, /* places in the last block that a map remembers */
-    HUGE_INDEX = 4 << 20, /* bytes of a part of an index from which on it has pages of its own */
+    MARKS = 8, /* offsets in the last block that a map stores */
+    HUGE_INDEX = 4 << 20, /* bytes: parts of an index of at least this size have pages of their own */
     PART_BITS = 8,
     PARTS = 1 << PART_BITS,
-#ifdef UPPER_EXACT_BLOCKS /* also the small maps of tests have parts */
+#ifdef UPPER_EXACT_BLOCKS /* so that the small maps of tests have parts too */
     SPLIT_AT = 24,
 #else
-    SPLIT_AT = 64 << 10, /* keys from which on an index has parts */
+    SPLIT_AT = 64 << 10, /* keys at which an index is split into parts */
 #endif
-    WORTH_CLEANING = 1024, /* dead bytes below which a map is left alone */
-    DEAD_SHARE = 5         /* of the living bytes, the share that may be dead */
+    WORTH_CLEANING = 1024, /* dead bytes below which a map is not cleaned */
+    DEAD_SHARE = 5         /* one part in this many of the live bytes may be dead */
 };
 
 /* ── Memory of blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
  * Blocks of one size share a region, which goes back to the system when the last of them is free; one empty region of each
- * size is kept. The C library would keep what lies below a block that is in use. */
+ * size is kept. The C library's heap would not return memory below a block that is in use. */
 
-#define CLASSES 5 /* of blocks: 1, 4, 16, 64 and 256 KB. Fewer sizes leave fewer regions with little in them. */
+#define CLASSES 5 /* of blocks: 1, 4, 16, 64 and 256 KB. Fewer sizes leave fewer regions that are almost empty. */
 
 typedef struct map_region {
     struct map_region *next, *before; /* among those with a free block */
@@ -79,7 +79,7 @@ static uint64_t map_held;                /* bytes of all regions and other block
 
 static size_t map_region_size(uint32_t kind) { return kind < 2 ? 64 << 10 : kind < 3 ? 256 << 10 : 1 << 20; }
 
-/* Bytes of a block of this class: a little less than its name says, because the region has a head. */
+/* Bytes of a block of this class: a little less than its nominal size, because the region has a header. */
 static inline size_t map_class_size(uint32_t kind) {
     size_t all = map_region_size(kind);
     return (all - sizeof(map_region)) / (all / ((size_t)FIRST_BLOCK << 2 * kind)) & ~(size_t)15;
@@ -99,11 +99,11 @@ static void map_enlist(map_region *r) {
     map_regions[r->kind] = r;
 }
 
-/* A block with room for `need` bytes of cells; of the largest class up to `wanted` bytes, if that is more. NULL without
- * memory. */
+/* A block with room for `need` bytes of cells; of the largest class up to `wanted` bytes, if that is more. NULL if there is
+ * no memory. */
 static map_block *map_new_block(size_t wanted, size_t need) {
     map_block *b;
-#ifdef UPPER_EXACT_BLOCKS /* a block for each cell, so that a sanitizer sees where it ends */
+#ifdef UPPER_EXACT_BLOCKS /* a block for each cell, so that a sanitizer detects an access past its end */
     wanted = 0;
     size_t size = sizeof(map_block) + need;
     uint32_t kind = CLASSES;
@@ -152,7 +152,7 @@ static map_block *map_new_block(size_t wanted, size_t need) {
     return b;
 }
 
-/* What a block takes of a map's memory. */
+/* Bytes of memory that a block takes. */
 static inline size_t map_weight(const map_block *b) { return b->room + sizeof(map_block); }
 
 static void map_free_memory(map_block *b) {
@@ -184,7 +184,7 @@ static inline const uint8_t *cell_key(const uint8_t *c) { return c + HEADER_BYTE
 static inline uint64_t cell_seqno(const uint8_t *c) { return get64(c + 24); }
 static inline uint32_t cell_died(const uint8_t *c) { return get32(c + 12); }
 
-/* Bytes of a cell that count as alive: one that became cold in its place is longer than it needs to be. */
+/* Bytes of a cell that count as live: a cell that was made cold in place is longer than its contents. */
 static inline uint32_t cell_needs(const uint8_t *c) {
     return c[1] == CELL_COLD ? COLD_HEAD + cell_key_length(c) : cell_length(c);
 }
@@ -246,7 +246,7 @@ static inline uint32_t map_tag(const uint8_t *key, size_t length) {
     }
     m = 0;
     memcpy(&m, key, length);
-    last |= m; /* of a big-endian machine another hash, and as good a one */
+    last |= m; /* on a big-endian machine the hash differs, which is harmless */
     v3 ^= last;
     SIP_ROUND;
     v0 ^= last;
@@ -272,14 +272,14 @@ typedef struct {
     uint32_t ids, id_room, ids_free;
     map_index whole;  /* the index, until it is split */
     map_index *parts; /* NULL, or PARTS of them */
-    uint64_t slot_count, count; /* of all of it */
+    uint64_t slot_count, count; /* of the whole index */
     uint64_t live, dead;                  /* bytes of cells */
     uint64_t size, evicted, tombstones;   /* bytes of all records and of those not in memory; how many are deletions */
     uint64_t blocks_bytes, objects_bytes; /* what blocks and large records take */
     uint64_t kept;                        /* of the latter, dead */
     uint64_t last;                        /* the highest seqno of an entry */
-    uint32_t epoch, cleaned;              /* the epoch of deaths from here on; the block to be cleaned next */
-    int died;                             /* something did, in this epoch */
+    uint32_t epoch, cleaned;              /* of the next deaths; the block to be cleaned next */
+    int died;                             /* whether a cell died in this epoch */
     uint32_t marked;                      /* how many `marks` there are */
     /* Places in the last block, so that a view of what is near the end need not walk all of it: cells that begin there, the
      * oldest first. There are none after anything else than a put has changed the chain. */
@@ -311,7 +311,7 @@ static inline map_index *map_part(const upper_map *m, uint32_t tag) {
     return m->parts ? m->parts + (tag >> (TAG_BITS - PART_BITS)) : (map_index *)&m->whole;
 }
 
-/* The place in it where a search begins. */
+/* The slot of the part at which a search begins. */
 static inline uint64_t map_home(const upper_map *m, const map_index *index, uint32_t tag) {
     if (m->parts) tag = tag << PART_BITS & (((uint32_t)1 << TAG_BITS) - 1);
     return (uint64_t)tag * index->slot_count >> TAG_BITS;
@@ -339,7 +339,7 @@ static void map_clear(upper_map *m) {
     map_init(m);
 }
 
-/* The slot of a key, as a pointer; NULL if it is not there. */
+/* A pointer to the slot of a key; NULL if the map does not have it. */
 static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length, uint32_t tag) {
     if (m->count == 0) return NULL;
     const map_index *index = map_part(m, tag);
@@ -352,8 +352,8 @@ static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length,
     return NULL;
 }
 
-/* Have what a search or a put will need on its way from memory, in steps: each reads what the one before it asked for, and is
- * made for several keys before the next. A search needs the slot and the cell; a put changes the map itself, too, and the
+/* Prefetch what a search or a put will need, in steps: each reads what the one before it has prefetched, and is taken
+ * for several keys before the next. A search needs the slot and the cell; a put changes the map itself, too, and the
  * end of its last block. Always inlined: a compiler drops the call of a function that only
  * prefetches. */
 #if defined(__GNUC__)
@@ -396,7 +396,7 @@ INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {
     }
 }
 
-/* Of a put: the place of the new cell. */
+/* For a put: prefetch the place of the new cell. */
 INLINED void map_fetch_end(const upper_map *m) {
     if (m->blocks == 0) return;
     const map_block *b = m->chain[m->blocks - 1];
@@ -405,7 +405,7 @@ INLINED void map_fetch_end(const upper_map *m) {
     fetch_to_write(b->cells + b->used + 128);
 }
 
-/* The slot that refers to a cell which is alive. */
+/* The slot that refers to a live cell. */
 static uint64_t *map_slot_of(const upper_map *m, uint32_t tag, uint64_t location) {
     uint64_t wanted = (uint64_t)tag << LOCATION_BITS | location;
     const map_index *index = map_part(m, tag);
@@ -421,7 +421,7 @@ static void map_occupy(const upper_map *m, map_index *index, uint64_t slot) {
     index->count++;
 }
 
-/* Slots that are all empty. Large indexes ask for large pages: most of the time of growing one went into page faults. */
+/* Slots that are all empty. Large indexes request large pages, because page faults took most of the time of growing one. */
 static uint64_t *map_new_slots(uint64_t count) {
     size_t size = count * sizeof(uint64_t);
     if (size < HUGE_INDEX) return calloc(count, sizeof(uint64_t));
@@ -447,7 +447,7 @@ static void map_free_index(upper_map *m) {
     m->whole.slot_count = m->whole.count = 0;
 }
 
-/* The index, in parts with as much room as they need. */
+/* Split the index into parts, each as large as it needs to be. */
 static int map_split(upper_map *m) {
     upper_map split = *m;
     uint64_t keys[PARTS] = {0};
@@ -476,7 +476,7 @@ static int map_split(upper_map *m) {
     return 0;
 }
 
-/* Room for one more key with this tag. */
+/* Make room for one more key with this tag. */
 static int map_reserve_slot(upper_map *m, uint32_t tag) {
     map_index *index = map_part(m, tag);
     if ((index->count + 1) * 4 <= index->slot_count * 3) return 0;
@@ -496,7 +496,7 @@ static int map_reserve_slot(upper_map *m, uint32_t tag) {
     return 0;
 }
 
-/* Give up a slot: those behind it that are not at home move up. */
+/* Empty a slot, and move up those behind it that are not in their first place. */
 static void map_vacate(upper_map *m, uint64_t *slot) {
     map_index *index = map_part(m, (uint32_t)(*slot >> LOCATION_BITS));
     uint64_t *slots = index->slots, hole = (uint64_t)(slot - slots), at = hole;
@@ -504,7 +504,7 @@ static void map_vacate(upper_map *m, uint64_t *slot) {
         at = map_next(index, at);
         if (!slots[at]) break;
         uint64_t home = map_home(m, index, (uint32_t)(slots[at] >> LOCATION_BITS));
-        /* Is its home outside of (hole, at]? */
+        /* whether its first place is outside of (hole, at] */
         if (hole <= at ? home <= hole || home > at : home <= hole && home > at) {
             slots[hole] = slots[at];
             hole = at;
@@ -515,7 +515,7 @@ static void map_vacate(upper_map *m, uint64_t *slot) {
     m->count--;
 }
 
-/* Room for one more block in the chain and among the ids. */
+/* Make room for one more block in the chain and among the ids. */
 static int map_reserve_block(upper_map *m) {
     if (m->blocks == m->chain_room) {
         uint32_t room = m->chain_room + m->chain_room / 2 + 4;
@@ -539,7 +539,7 @@ static int map_reserve_block(upper_map *m) {
     return 0;
 }
 
-/* A block takes a place in the chain; there is room for it. */
+/* Insert a block into the chain, which has room for it. */
 static void map_insert_block(upper_map *m, uint32_t place, map_block *b) {
     if (m->ids == 0) m->by_id[m->ids++] = NULL;
     b->id = m->ids_free ? m->free_ids[--m->ids_free] : m->ids++;
@@ -580,7 +580,7 @@ static size_t map_block_size(const upper_map *m) {
     return size < SMALLEST_BLOCK ? SMALLEST_BLOCK : size > LARGEST_BLOCK ? LARGEST_BLOCK : (size_t)size;
 }
 
-/* Room for a cell of this length at the end of the chain. */
+/* Make room for a cell of this length at the end of the chain. */
 static int map_reserve_cell(upper_map *m, uint32_t length) {
     if (m->blocks) {
         map_block *b = m->chain[m->blocks - 1];
@@ -593,7 +593,7 @@ static int map_reserve_cell(upper_map *m, uint32_t length) {
     return 0;
 }
 
-/* An entry goes: its cell is dead for views that are taken from here on. */
+/* Remove an entry: its cell is dead for views that are taken from now on. */
 static void map_bury(upper_map *m, uint64_t slot) {
     map_block *b = map_block_of(m, slot);
     uint8_t *c = map_cell(m, slot);
@@ -619,14 +619,14 @@ static void map_bury(upper_map *m, uint64_t slot) {
     }
 }
 
-/* The living cells of one block move to the end of the one before it, or, where that is full or `apart`, to a new block. */
+/* Move the live cells of a block to the end of the one before it, or to a new block if that is full or `apart` is set. */
 static int map_clean_block(upper_map *m, uint32_t place, int apart) {
     map_block *b = m->chain[place], *to = place && !apart ? m->chain[place - 1] : NULL, *made = NULL;
     m->marked = 0;
     uint32_t left = b->used - b->dead;
     if (left && (to == NULL || to->room - to->used < left)) {
         if (map_reserve_block(m)) return -1;
-        made = map_new_block(left, left); /* for all that is left: nothing may fail half-way */
+        made = map_new_block(left, left); /* for all that is left, so that nothing can fail after this */
         if (made == NULL) return -1;
         map_insert_block(m, place++, made);
         if (to == NULL) to = made;
@@ -652,7 +652,7 @@ static int map_clean_block(upper_map *m, uint32_t place, int apart) {
     return 0;
 }
 
-/* Once too much of it is dead: clean the next block that is worth it. Without memory, later. */
+/* Clean the next block that is worth it, if too much of the map is dead. If there is no memory, do so later. */
 static void map_clean(upper_map *m) {
     if ((m->dead + m->kept) * DEAD_SHARE <= m->live + m->objects_bytes - m->kept + DEAD_SHARE * WORTH_CLEANING) return;
     for (uint32_t tried = 0; tried < m->blocks && tried < 256; tried++) {
@@ -667,7 +667,7 @@ static void map_clean(upper_map *m) {
     }
 }
 
-/* All of it again, without what is dead, in blocks that no view has: epochs begin anew. */
+/* Rebuild the map without dead cells, in blocks that no view has, and count epochs from the start. */
 static int map_renew(upper_map *m) {
     for (uint32_t place = 0, left = m->blocks; left; left--) {
         uint32_t before = m->blocks;
@@ -680,7 +680,7 @@ static int map_renew(upper_map *m) {
     return 0;
 }
 
-/* A record, well formed, becomes the newest entry. `slot` and `tag` are those of its key; `object` is its bytes object, or
+/* Add a well-formed record as the newest entry. `slot` and `tag` are those of its key; `object` is its bytes object, or
  * NULL if it has none. */
 static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot) {
     uint32_t head = HEADER_BYTES + record[4] + cell_key_length(record);
@@ -739,12 +739,12 @@ static int map_put(upper_map *m, const uint8_t *record, size_t length, PyObject 
     return map_put_at(m, record, length, object, tag, map_find(m, cell_key(record), keys, tag));
 }
 
-/* The record of an entry leaves memory: from here on it is at this place. 0: a deletion, which stays. */
+/* Evict the record of an entry to this location. Returns 0 for a deletion, which stays in memory. */
 static int map_move_out(upper_map *m, uint64_t slot, uint64_t place, uint32_t length) {
     map_block *b = map_block_of(m, slot);
     uint8_t *c = map_cell(m, slot);
     if (cell_is_deletion(c)) return 0;
-    if (b->references > 1) { /* a view may see the cell: the map goes on with a copy of the block */
+    if (b->references > 1) { /* a view may see the cell: the map continues with a copy of the block */
         map_block *copy = map_new_block(b->room, b->room);
         if (copy == NULL) {
             PyErr_NoMemory();
@@ -802,7 +802,7 @@ static uint64_t map_newest(const upper_map *m) {
     return 0;
 }
 
-/* An entry is forgotten. */
+/* Remove an entry; no tombstone takes its place. */
 static void map_forget(upper_map *m, uint64_t *slot) {
     uint64_t was = *slot;
     int newest = cell_seqno(map_cell(m, was)) == m->last;
@@ -825,7 +825,7 @@ typedef struct {
     uint32_t epoch;
 } upper_view;
 
-/* What is alive past a seqno. */
+/* A view of the live cells past a seqno. */
 static int view_open(upper_view *v, upper_map *m, uint64_t seqno) {
     memset(v, 0, sizeof *v);
     if (m->died && m->epoch >= LAST_EPOCH && map_renew(m)) return -1;
@@ -854,7 +854,7 @@ static int view_open(upper_view *v, upper_map *m, uint64_t seqno) {
     return 0;
 }
 
-/* The cell at a place of a view, or the next that it sees; NULL at the end. */
+/* The cell at a place of a view, or the next one that the view sees; NULL at the end. */
 static const uint8_t *view_cell(const upper_view *v, uint32_t *piece, uint32_t *at) {
     for (; *piece < v->count; ++*piece, *at = 0) {
         const view_piece *p = v->pieces + *piece;
@@ -867,7 +867,7 @@ static const uint8_t *view_cell(const upper_view *v, uint32_t *piece, uint32_t *
     return NULL;
 }
 
-/* Everything before this place has been taken. */
+/* Release the blocks before this place. */
 static void view_advance(upper_view *v, uint32_t piece, uint32_t at) {
     while (v->piece < piece) block_release(v->pieces[v->piece++].block);
     v->at = at;

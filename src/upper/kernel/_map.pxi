@@ -1,4 +1,4 @@
-# The records of a partition, compiled; part of _compiled.pyx. `plain_map` says what it means, `_map.h` how it is done.
+# The records of a partition, compiled; part of _compiled.pyx. `plain_map` documents it, `_map.h` has the data structure.
 
 cdef extern from *:
     """

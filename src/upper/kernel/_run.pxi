@@ -1,4 +1,4 @@
-# The pipelined key-value run, compiled; part of _compiled.pyx. `plain_run` says what it means.
+# The pipelined key-value run, compiled; part of _compiled.pyx. `plain_run` documents it.
 
 cdef inline void respond(
     uint8_t *to, int opcode, int key, int extras, int status, uint32_t total, const uint8_t *opaque, uint64_t cas
@@ -12,7 +12,7 @@ cdef inline void respond(
 
 
 cdef class Table:
-    """`plain_run.Table`, its numbers where a loop reaches them without asking for an attribute."""
+    """`plain_run.Table`, with its numbers in C fields."""
     cdef public RecordMap items
     cdef public uint64_t high, durable, written, last_batch, branch, purged
     cdef public object first_batch, id
@@ -56,15 +56,15 @@ cdef inline Py_ssize_t by_hash(const uint8_t *key, Py_ssize_t length, Py_ssize_t
 
 
 cdef enum:
-    TOGETHER = 16  # requests that are looked at together
+    TOGETHER = 16  # requests that are prefetched together
     STREAMED = 48  # packets of replica streams; most of them are markers
 
 
 cdef Py_ssize_t look_ahead(
     const uint8_t *data, Py_ssize_t at, Py_ssize_t size, list table, bint routed, Py_ssize_t *homes, uint32_t *tags, int together
 ) except -1:
-    """Have what the next requests will ask for on its way; where those requests end, their partitions and the tags of
-    their keys."""
+    """Prefetch what the next requests need; fill in where those requests end, their partitions and the tags of their
+    keys."""
     cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
@@ -136,7 +136,7 @@ cdef struct Request:
 
 
 cdef int enlist(Turn *turn, Request *asked, Table part, object record, Log pending, list expiring) except -1:
-    """A record, made but for its seqno, takes the last place in its partition."""
+    """Give a record its seqno and append it to its partition."""
     cdef uint8_t *to = fresh(record)
     put64(to + AT_SEQNO, part.high + 1)
     pending.reserve_record(record)
@@ -160,7 +160,7 @@ cdef int put(Turn *turn, Request *asked, Table part, object record, Log pending,
 
 
 cdef inline Py_ssize_t stored(uint8_t *to, Turn *turn, Request *asked, Table part, uint64_t cas, Py_ssize_t value) noexcept:
-    """The response to a write, but for its value; with the token where the peer asked for it."""
+    """The response to a write, without its value; with the token where the peer requested it."""
     cdef int extras = TOKEN_EXTRAS if turn.tokens else 0
     respond(to, asked.opcode, 0, extras, 0, extras + value, asked.p + AT_OPAQUE, cas)
     if extras:
@@ -170,7 +170,7 @@ cdef inline Py_ssize_t stored(uint8_t *to, Turn *turn, Request *asked, Table par
 
 
 cdef inline bint admits(uint64_t cas, const uint8_t *record, bint live, bint locked) noexcept:
-    """Whether the CAS of a write fits: without one, to what is not locked."""
+    """Whether the CAS of a write matches; a write without one requires an item that is not locked."""
     if cas == 0:
         return not locked
     return live and cas == get64(record + AT_CAS)
@@ -189,7 +189,7 @@ cdef int64_t lock_seconds(Turn *turn, object clock) except? -1:
 
 
 cdef int64_t deadline(Turn *turn, uint32_t expiration, object clock) except? -1:
-    """An expiration as clients send it, in seconds since the epoch; more than 32 bits: there is no such time."""
+    """An expiration as clients send it, in seconds since the epoch; above 32 bits if it cannot be stored."""
     if expiration == 0 or expiration > MONTH:
         return expiration
     return seconds(turn, clock) + expiration
@@ -223,7 +223,7 @@ cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssiz
 
 
 cdef inline object mutation(Turn *turn, Request *asked, Py_ssize_t value, int data_type, uint32_t expiration, uint32_t lock):
-    """A mutation of the key that was asked for, without flags, key and value."""
+    """A mutation of the requested key, without flags, key and value."""
     record = blank(MUTATION, MUTATION_EXTRAS, asked.klen, asked.partition, MUTATION_EXTRAS + asked.klen + value, turn.cas + 1)
     cdef uint8_t *to = fresh(record)
     to[AT_DATA_TYPE] = data_type
@@ -235,7 +235,7 @@ cdef inline object mutation(Turn *turn, Request *asked, Py_ssize_t value, int da
 cdef Py_ssize_t missed(
     uint8_t *to, const uint8_t *p, int opcode, const uint8_t *key, Py_ssize_t klen, bint quiet, bint shown
 ) noexcept:
-    """The response to a read of what is not there: with the key where a hit would have it, and with words where not."""
+    """The response to a read of an absent key: with the key if a hit would have it, else with an error text."""
     if quiet:
         return 0
     if shown:
@@ -251,7 +251,7 @@ cdef inline Py_ssize_t hit(
     uint8_t *to, const uint8_t *p, int opcode, const uint8_t *key, Py_ssize_t klen, bint shown,
     const uint8_t *record, Py_ssize_t length, int data_type, uint64_t cas
 ) noexcept:
-    """The response to a read: flags, the key where it is to be shown, and the value of this record."""
+    """The response to a read: flags, the key if the command returns it, and the value of this record."""
     cdef Py_ssize_t keys = klen if shown else 0
     length -= MUTATION_HEAD + klen
     respond(to, opcode, keys, FLAGS_EXTRAS, 0, FLAGS_EXTRAS + keys + length, p + AT_OPAQUE, cas)

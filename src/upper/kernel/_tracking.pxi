@@ -1,4 +1,4 @@
-# How far the replicas of active copies are, compiled; part of _compiled.pyx. `plain_tracking` says what it means.
+# How far the replicas of active copies are, compiled; part of _compiled.pyx. `plain_tracking` documents it.
 
 cdef extern from "Python.h":
     void PyUnicode_InternInPlace(PyObject **text)
@@ -40,7 +40,7 @@ cdef class CopyProgress:
         free(self.replicas)
 
     cdef Replica *find(self, node, bint new) except? NULL:
-        """The replica on this node; NULL if there is none and none is wanted."""
+        """The replica on this node; NULL if there is none and `new` is false."""
         cdef int i
         cdef Replica *more
         for i in range(self.used):

@@ -1,10 +1,9 @@
-/* Writing a batch beside the interpreter; part of _compiled.pyx, by way of _writer.pxi.
+/* A native thread that writes batches; included in _compiled.pyx through _writer.pxi.
  *
- * A thread of Python's needs the interpreter's lock before its first system call and after its last, and where another
- * thread is busy it may wait for that longer than for the disk. This one never needs it. It seals the frame of a batch
- * with its checksum, writes and syncs; then it rings: a byte arrives on a pipe that the loop watches. The frame is the log of
- * the batch as it is, or, where that refers to large records, a copy with them in their places. The caller keeps the log,
- * unchanged, until it is written. */
+ * A Python thread needs the interpreter's lock before its first system call and after its last, and may wait for it longer
+ * than for the disk. This thread never needs it. It fills in the checksum of the frame, writes and syncs; then it writes a
+ * byte to a pipe that the loop watches. The frame is the log of the batch, or, where that refers to large records, a copy
+ * that contains them. The caller keeps the log, unchanged, until it is written. */
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -20,7 +19,7 @@ typedef struct {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     int state, fd, bell, error;
-    uint8_t *frame; /* with room for its head, then cells as _map.h has them */
+    uint8_t *frame; /* space for its head, then cells of _map.h */
     size_t used;    /* bytes of it */
     uint8_t head[32];
     size_t size; /* of the frame with every record in its place */
@@ -29,8 +28,8 @@ typedef struct {
     size_t room; /* in the buffer */
 } upper_writer;
 
-/* Make the file longer, so that the next frames need not: a sync of a file that was made longer waits for the file system's
- * own journal too. The position stays. Without room for them, the next frames make the file longer as they come. */
+/* Make the file longer, so that the next frames need not: a sync of a file that grew also waits for the journal of the file
+ * system. The file position does not change. If the disk is full, the next frames extend the file themselves. */
 static void upper_write_zeros(int fd, size_t size) {
     static const uint8_t zeros[64 << 10];
     off_t at = lseek(fd, 0, SEEK_CUR);
@@ -41,7 +40,7 @@ static void upper_write_zeros(int fd, size_t size) {
     }
 }
 
-/* The frame with its large records. */
+/* Copy the frame and its large records into the buffer. */
 static int upper_gather(upper_writer *w) {
     if (w->room < w->size || w->room > w->size + (64u << 20)) {
         size_t room = w->size + w->size / 2;
@@ -98,7 +97,7 @@ static void *upper_writer_main(void *me) {
     return NULL;
 }
 
-/* Signals are Python's: the thread takes none. */
+/* The thread blocks all signals: Python handles them. */
 static int upper_writer_start(upper_writer *w) {
     sigset_t all, before;
     pthread_mutex_init(&w->lock, NULL);
@@ -117,7 +116,7 @@ static void upper_writer_begin(upper_writer *w) {
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Until it is done with the batch that it has, if it has one. */
+/* Wait for the present batch, if there is one. */
 static void upper_writer_wait(upper_writer *w) {
     pthread_mutex_lock(&w->lock);
     while (w->state == UPPER_WORKING) pthread_cond_wait(&w->changed, &w->lock);

@@ -13,7 +13,7 @@ cdef extern from "_writer.h":
 
 
 cdef class Writer:
-    """Writes one batch at a time, and rings on `fileno()` when it is on disk or has failed."""
+    """Writes one batch at a time; `fileno()` becomes readable when it is on disk or has failed."""
     cdef upper_writer writer
     cdef bint runs
     cdef int bell
@@ -37,9 +37,9 @@ cdef class Writer:
         return self.bell
 
     def begin(self, int fd, bytes head not None, Log records not None, size_t zeros=0):
-        """Write these records as one frame: `head`, with their length and the checksum filled in, and they. Its size.
+        """Write these records as one frame, after `head`, in which length and checksum are filled in; returns its size.
 
-        `zeros`: as many bytes of them are written behind it, if there is room; the position of `fd` is before them."""
+        `zeros` bytes of zero are written behind it, if there is room; the position of `fd` is before them."""
         if not self.runs:
             raise RuntimeError("the writer is closed")
         if self.records is not None:
@@ -59,7 +59,7 @@ cdef class Writer:
         return FRAME_HEAD + records.bytes
 
     def finish(self):
-        """Wait until it is done. An OSError says that the batch is not on disk."""
+        """Wait for the batch. Raises OSError if it is not on disk."""
         if self.records is None:
             raise RuntimeError("the writer has nothing to finish")
         with nogil:
@@ -71,7 +71,7 @@ cdef class Writer:
             raise OSError(self.writer.error, os.strerror(self.writer.error))
 
     def close(self):
-        """End the thread, when what it is at is done."""
+        """End the thread, after the batch that it is writing."""
         if self.runs:
             self.runs = False
             with nogil:
