@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 import upper
 import upper.aio
@@ -22,7 +24,10 @@ from upper.errors import BucketClosed, KeyNotFound, NotInstalled, TimedOut, Unre
 from upper.model.values import Cas, Seqno
 
 
-def test_the_calls_are_those_of_the_blocking_bucket(shared_node: Node, bucket: Bucket) -> None:
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def test_the_calls_are_those_of_the_blocking_bucket(
+    shared_node: Node, bucket: Bucket, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
     async def main() -> None:
         async with upper.aio.connect(shared_node.url) as it:
             stored = await it.set("a", "1", flags=3)
@@ -39,8 +44,11 @@ def test_the_calls_are_those_of_the_blocking_bucket(shared_node: Node, bucket: B
             assert (await it.stats()).keys() == bucket.stats().keys()
             copy = upper.Copy(key=b"c", value=b"v", revision=2, cas=Cas(1 << 20))
             assert await it.copy_many([copy, copy]) == [True, False]
+            seen = {event.key async for event in it.changes(until="now") if isinstance(event, upper.Mutation)}
+            assert seen >= {b"a", b"c"}
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def test_every_public_call_of_one_bucket_is_one_of_the_other() -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from math import inf
+from typing import cast
 
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, Purpose, finals
@@ -123,8 +124,7 @@ class PipelinedConnection(asyncio.Protocol):
     # ── asyncio calls these ───────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no common class with it
         prepare(transport.get_extra_info("socket"))
 
     def connection_lost(self, exc: Exception | None) -> None:
