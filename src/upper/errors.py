@@ -179,7 +179,7 @@ class DurabilityImpossible(Refused):
 
 
 class DurabilityAmbiguous(Refused):
-    """A write was made, and too few copies confirmed it in time."""
+    """A write was made, and too few copies confirmed it: a failover may keep it or remove it."""
 
     status = 0xA3
 

@@ -16,9 +16,14 @@ import upper
 from tests.client.several import Several
 from tests.server.inside import Held
 from upper.client.bucket import Bucket
+from upper.client.calls import Exchange, Replies, SingleRequest
+from upper.client.link import Answer
 from upper.client.routes import Routes
-from upper.client.url import NodeAddress
+from upper.client.routing import RequestRouter
+from upper.client.url import NodeAddress, address_of
 from upper.errors import NotMyPartition, RemoteProtocolError, Unreachable
+from upper.wire.codes import Opcode, Status
+from upper.wire.packet import REQUEST, pack
 
 NUDGES = 60  # keys, so that every one of a few partitions has some
 KEYS = [f"key{number}" for number in range(64)]
@@ -270,6 +275,26 @@ def test_an_outcome_that_is_unknown_is_reported_unless_a_repetition_has_the_same
             assert bucket.get("n").value == b"1"
             assert bucket.get("b").value == b"1"
             assert not bucket.exists("a")
+
+
+def test_a_change_whose_node_lost_the_partition_is_repeated_only_if_the_effect_is_the_same() -> None:
+    address = address_of("upr://a,b/default")
+    doubt = Answer(Opcode.SET, Status.SYNC_WRITE_AMBIGUOUS, 0, 0, b"", b"", b"it is not known whether ...")
+    for again in (True, False):
+        router = RequestRouter(address, random=lambda: 0.5)
+        router._routes = Routes(address.nodes, (0, 1), 5, uuid="x")
+        for call in (
+            router.ask(0, pack(REQUEST, Opcode.SET), again=again),
+            router.spread([(0, pack(REQUEST, Opcode.SET))], again=again),
+        ):
+            asked = next(call)
+            reply = doubt if isinstance(asked, SingleRequest) else Replies({address.nodes[0]: [doubt]}, {})
+            if again:
+                assert isinstance(call.send(reply), Exchange), "it asks for a newer map, and repeats"
+            else:
+                with pytest.raises(Unreachable, match="it is not known whether") as error:
+                    call.send(reply)
+                assert error.value.sent
 
 
 def test_a_call_that_finds_no_active_copy_names_the_partition_at_its_deadline(cluster: Several) -> None:

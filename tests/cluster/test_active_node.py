@@ -424,7 +424,7 @@ def test_a_deposed_node_fails_the_writes_that_it_has_not_confirmed(on_disk: Memb
         on_disk.revision += 1
         on_disk.call(lambda: on_disk.copies.observe(on_disk.view))
         failed = answer(client, opaque)
-        assert failed.status == Status.TEMPORARY_FAILURE
+        assert failed.status == Status.SYNC_WRITE_AMBIGUOUS
         assert b"another active node" in failed.value
         assert replica.wait_for(StreamEnd).reason is EndReason.STATE_CHANGED
         assert other.get(b"k").status == Status.NOT_MY_VBUCKET
@@ -442,7 +442,7 @@ def test_a_node_that_stops_fails_the_writes_that_no_replica_has_confirmed(tmp_pa
         opaque = ask_set(client, b"k")
         replica.wait_for(MutationMessage)
     failed = answer(client, opaque)
-    assert failed.status == Status.TEMPORARY_FAILURE
+    assert failed.status == Status.SYNC_WRITE_AMBIGUOUS
     assert b"the node stops" in failed.value
     client.close()
     replica.close()
@@ -466,7 +466,7 @@ def test_a_peer_that_has_closed_does_not_disturb_the_failure_of_other_writes(on_
             on_disk.copies.observe(on_disk.view)
 
         on_disk.call(close_and_depose)
-        assert answer(client, opaque).status == Status.TEMPORARY_FAILURE
+        assert answer(client, opaque).status == Status.SYNC_WRITE_AMBIGUOUS
 
 
 def test_requests_wait_while_a_partition_is_parked_and_then_find_the_new_map_or_go_on(

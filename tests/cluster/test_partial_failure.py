@@ -17,12 +17,13 @@ from random import Random
 
 import pytest
 
+import upper
 from tests.cluster import replicas
 from tests.cluster.test_active_node import HERE, THERE, Member
 from tests.server.inside import Held
 from tests.server.peers import Peer
 from upper.cluster.bucket_map import BucketMap, BucketSettings, PartitionEntry
-from upper.errors import NotMyPartition
+from upper.errors import NotMyPartition, Unreachable
 from upper.history.partition_state import Access
 from upper.model.messages import Request, Response
 from upper.model.values import Epoch, Partition, Seqno, partition_of
@@ -39,6 +40,7 @@ BOTH = frozenset({HERE, THERE})
 KEYS = [b"a", b"b", b"c"]
 SENTINEL = 0xFFFFFFFF
 FAILED = Status.TEMPORARY_FAILURE
+UNKNOWN = Status.SYNC_WRITE_AMBIGUOUS  # the change was made here, and another node may have it
 READS = (Opcode.GET, Opcode.GETQ)
 STORES = (Opcode.SET, Opcode.SETQ, Opcode.ADD, Opcode.ADDQ)
 COMMANDS = [*READS, *STORES, Opcode.DELETE, Opcode.DELETEQ, Opcode.NOOP]
@@ -183,12 +185,12 @@ class Trial:
         first = min(lost, default=self.batch if model.high > covered else self.batch + 1)
         for asked in model.waiting:
             if asked.rests_on > covered:
-                asked.allowed = {FAILED}
+                asked.allowed = {UNKNOWN if asked.changed else FAILED}
             elif asked.changed or asked.batch < first:
                 asked.allowed = {asked.status}
             else:
                 asked.allowed = {asked.status, FAILED}  # a read beside a change that is not covered
-            self.seen["failed" if asked.allowed == {FAILED} else "confirmed"] += 1
+            self.seen["failed" if asked.allowed <= {FAILED, UNKNOWN} else "confirmed"] += 1
         model.waiting.clear()
 
     def come_back(self) -> None:
@@ -287,15 +289,33 @@ def test_with_two_nodes_only_the_partition_that_leaves_fails_and_the_connection_
         del active.copies[Partition(0)]
         disk.released.set()
         answers = [await answered(reader) for _ in range(4)]
-        assert answers == [(0, FAILED), (1, 0), (2, FAILED), (4, 0)]
+        assert answers == [(0, UNKNOWN), (1, 0), (2, UNKNOWN), (4, 0)]
         writer.write(change(Opcode.SET, 1, 9))
         assert await answered(reader) == (9, 0)
+        await unknown_outcome(active, copy, disk)
         writer.close()
         await writer.wait_closed()
         await copy.stop()
         await active.stop()
 
     replicas.run(main)
+
+
+async def unknown_outcome(active: replicas.Member, copy: replicas.Member, disk: Held) -> None:
+    """A partition leaves while the library adds to a counter that its replica has received."""
+    key = next(f"n{number}" for number in range(99) if partition_of(f"n{number}".encode(), 2) == 1)
+    disk.waiting.clear()
+    disk.hold()
+    async with upper.aio.connect(f"upr://127.0.0.1:{active.node.port}/default", timeout=60) as bucket:
+        adding = asyncio.ensure_future(bucket.incr(key, initial=1))
+        await replicas.until(disk.waiting.is_set)
+        active.replication.retire(Partition(1))
+        del active.copies[Partition(1)]
+        disk.released.set()
+        with pytest.raises(Unreachable, match="not known whether the change is stored") as error:
+            await adding
+        assert error.value.sent
+    await replicas.until(lambda: key.encode() in copy[1].items)
 
 
 def change(opcode: int, partition: int, opaque: int) -> bytes:
@@ -341,7 +361,7 @@ def test_a_quiet_request_whose_change_is_not_confirmed_gets_an_answer_in_its_pla
     data = b"".join(request(*one) for one in asked)
     answers = response(Opcode.GET, 1, value=b"v") + response(Opcode.NOOP, 4)
     after = failures_of(answers, [(data, 0, len(data), False)], GONE, 4)
-    assert statuses(after) == [(1, 0), (2, FAILED), (4, 0)]
+    assert statuses(after) == [(1, 0), (2, UNKNOWN), (4, 0)]
 
 
 def test_quiet_requests_that_cannot_be_distinguished_fail_the_connection() -> None:
@@ -355,6 +375,15 @@ def test_quiet_requests_that_cannot_be_distinguished_fail_the_connection() -> No
     assert held.unclear
 
 
+def test_a_request_that_changed_nothing_may_be_repeated_when_its_partition_leaves() -> None:
+    asked = [(Opcode.GET, 1, 1), (Opcode.ADD, 1, 2), (Opcode.DELETE, 1, 3), (Opcode.INCREMENT, 1, 4)]
+    data = b"".join(request(*one) for one in asked)
+    answers = response(Opcode.GET, 1, value=b"v") + response(Opcode.ADD, 2, Status.KEY_EXISTS)
+    answers += response(Opcode.DELETE, 3, Status.KEY_NOT_FOUND) + response(Opcode.INCREMENT, 4)
+    after = failures_of(answers, [(data, 0, len(data), False)], GONE, 4)
+    assert statuses(after) == [(1, FAILED), (2, FAILED), (3, FAILED), (4, UNKNOWN)]
+
+
 def test_refusals_flushes_and_answers_of_several_packets_stay_in_place() -> None:
     asked = [(Opcode.STAT, 0, 1), (Opcode.SET, 1, 2), (Opcode.FLUSH, 0, 3), (Opcode.DELETE, 1, 4)]
     data = b"".join(request(*one) for one in asked)
@@ -362,7 +391,7 @@ def test_refusals_flushes_and_answers_of_several_packets_stay_in_place() -> None
     answers += response(Opcode.SET, 2, Status.NOT_MY_VBUCKET, b"map") + response(Opcode.FLUSH, 3)
     answers += response(Opcode.DELETE, 4) + response(Opcode.GET, 9)  # the last one has no request here
     after = failures_of(answers, [(data, 0, len(data), False)], GONE, 4)
-    found = [(1, 0), (1, 0), (2, Status.NOT_MY_VBUCKET), (3, FAILED), (4, FAILED), (9, 0)]
+    found = [(1, 0), (1, 0), (2, Status.NOT_MY_VBUCKET), (3, UNKNOWN), (4, UNKNOWN), (9, 0)]
     assert statuses(after) == found
 
 
@@ -373,7 +402,7 @@ def test_answers_that_are_held_after_a_partition_has_left_are_not_its_failures()
         held.hold(3, bytearray(response(Opcode.SET, opaque)), asked=(data, 0, len(data), False))
         if opaque == 1:
             held.fail(1, 3, GONE[1])
-    assert statuses(bytes(held.release(3, 0.0))) == [(1, FAILED), (2, 0)]
+    assert statuses(bytes(held.release(3, 0.0))) == [(1, UNKNOWN), (2, 0)]
     assert (held.size, held.answers, bool(held)) == (0, 0, False)
 
 
@@ -383,7 +412,7 @@ def test_the_key_names_the_partition_of_a_plain_memcached_client() -> None:
     for gone in range(4):
         why = {gone: NotMyPartition("gone", partition=gone)}
         after = failures_of(answers, [(data, 0, len(data), True)], why, 4)
-        assert statuses(after) == [(1, FAILED if gone == number else 0)]
+        assert statuses(after) == [(1, UNKNOWN if gone == number else 0)]
 
 
 def test_requests_are_kept_only_in_a_cluster_and_count_as_bytes_that_wait() -> None:

@@ -30,6 +30,7 @@ SENTENCES: Mapping[int, str] = {
     Status.UNKNOWN_COMMAND: "the node does not support this command; it may be of another kind or version",
     Status.BUSY: "the node is busy; try again later",
     Status.TEMPORARY_FAILURE: "the node cannot do this at the moment; try again later",
+    Status.SYNC_WRITE_AMBIGUOUS: "it is not known whether the change is stored; read the key, then decide",
 }
 LONGEST_KEY = 80  # characters of a key that an error quotes
 

@@ -5,9 +5,10 @@ call repeats, until its deadline, the requests that
 
 - a node refused because it does not hold the partition, or cannot serve it at the moment;
 - were not sent, because no connection could be opened;
-- were sent to a node that did not respond, **if performing them twice has the effect of once** (`again`).
+- were sent to a node that did not respond, or that lost the partition before other copies had the change,
+  **if performing them twice has the effect of once** (`again`).
 
-Any other request without a response raises `Unreachable` with `sent` set: its outcome is unknown, and only
+Any other such request raises `Unreachable` with `sent` set: its outcome is unknown, and only
 the application can decide. In a batch only the requests without a response are repeated.
 """
 
@@ -168,10 +169,10 @@ class RequestRouter:
             node = routes.nodes[owner]
             got: Answer | Replies = yield SingleRequest(node, packet, purpose, self.first_try(again=again))
             if isinstance(got, Answer):
-                if not got.opaque and not (got.status and _repeated(got.status, wait)):
+                if not got.opaque and not (got.status and _repeated(got.status, wait, again)):
                     if self.suspects:
                         self.suspects.discard(node)
-                    return got
+                    return _known(got)
                 got = Replies({node: [got]}, {})
             first = routes, got
         (answer,) = yield from self.spread(
@@ -212,12 +213,12 @@ class RequestRouter:
                 for answer in kernel.place(batch, answers):
                     if answer.opaque >= len(answers):
                         continue
-                    if _repeated(answer.status, wait):
+                    if _repeated(answer.status, wait, again):
                         repeat.append(answer.opaque)
                         why = refusal(answer, partition=requests[answer.opaque][0])
                         self._refused(node, answer)
                     else:
-                        answers[answer.opaque] = answer
+                        answers[answer.opaque] = _known(answer)
             for node, error in replies.failures.items():
                 if not again and getattr(error, "sent", False):
                     raise error
@@ -269,9 +270,20 @@ class RequestRouter:
                 raise why or late from None
 
 
-def _repeated(status: int, wait: bool) -> bool:
-    """Whether a request that was refused so is sent again."""
+def _repeated(status: int, wait: bool, again: bool) -> bool:
+    """Whether a request that was refused so, or whose outcome is unknown, is sent again."""
+    if status == Status.SYNC_WRITE_AMBIGUOUS:
+        return again
     return status == Status.NOT_MY_VBUCKET or (wait and status in AT_THE_MOMENT)
+
+
+def _known(answer: Answer) -> Answer:
+    """The answer, if it states whether the request was performed."""
+    if answer.status == Status.SYNC_WRITE_AMBIGUOUS:
+        error = Unreachable(str(refusal(answer)))
+        error.sent = True
+        raise error
+    return answer
 
 
 def _by_node(

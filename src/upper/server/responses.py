@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
-from upper.errors import NotMyPartition, TemporaryFailure, UpperError
+from upper.errors import DurabilityAmbiguous, NotMyPartition, TemporaryFailure, UpperError
 from upper.model.values import partition_of
+from upper.server.auth import Role
 from upper.server.table import TABLE, Quiet, Reply
 from upper.wire.codes import Opcode
 from upper.wire.packet import HEADER, HEADER_SIZE, RESPONSE, Header
@@ -34,18 +35,45 @@ def refusal(error: UpperError) -> Reply:
 
 def failures(answers: bytes | bytearray, why: BaseException) -> bytes:
     """The same answers, each turned into "temporary failure": their changes could not be stored."""
-    out, at = bytearray(), 0
-    while at < len(answers):
-        head = Header._make(HEADER.unpack_from(answers, at))
-        out += _failure(head.opcode, head.opaque, why)
-        at += head.size
+    out = bytearray()
+    for head in _heads(answers):
+        sentence = f"the change was not stored: {why}"
+        out += _failure(head.opcode, head.opaque, TemporaryFailure.status, sentence)
     return bytes(out)
 
 
-def _failure(opcode: int, opaque: int, why: BaseException) -> bytes:
-    sentence = f"the change was not stored: {why}".encode(errors="replace")
-    head = HEADER.pack(RESPONSE, opcode, 0, 0, 0, TemporaryFailure.status, len(sentence), opaque, 0)
-    return head + sentence
+def doubts(answers: bytes | bytearray, why: BaseException) -> bytes:
+    """The same answers, each turned into a failure: it is not known which of their changes will stay."""
+    out = bytearray()
+    for head in _heads(answers):
+        out += _unconfirmed(head.opcode, head.opaque, why, done=not head.vbucket)
+    return bytes(out)
+
+
+def _heads(answers: bytes | bytearray) -> Iterator[Header]:
+    at = 0
+    while at < len(answers):
+        head = Header._make(HEADER.unpack_from(answers, at))
+        yield head
+        at += head.size
+
+
+def _unconfirmed(opcode: int, opaque: int, why: BaseException, *, done: bool) -> bytes:
+    """The answer to a request whose partition has left this node. `done`: the request succeeded here.
+
+    Another node may have its change, so clients must not take it for refused: a second attempt could be a
+    second change. A request that changed nothing can be repeated.
+    """
+    row = TABLE.get(opcode)
+    if done and row is not None and Role.WRITE in row.role:
+        sentence = f"it is not known whether the change is stored: {why}"
+        return _failure(opcode, opaque, DurabilityAmbiguous.status, sentence)
+    return _failure(opcode, opaque, TemporaryFailure.status, str(why))
+
+
+def _failure(opcode: int, opaque: int, status: int, sentence: str) -> bytes:
+    text = sentence.encode(errors="replace")
+    return HEADER.pack(RESPONSE, opcode, 0, 0, 0, status, len(text), opaque, 0) + text
 
 
 def failures_of(
@@ -56,8 +84,8 @@ def failures_of(
 ) -> bytes | None:
     """The answers to these requests, with a failure for each request of the partitions in `why`.
 
-    A quiet request of theirs, which had no answer, gets one. None if requests and answers cannot be matched:
-    quiet requests with equal opaques.
+    For a change the failure states that its outcome is unknown. A quiet request of theirs, which had no
+    answer, gets one. None if requests and answers cannot be matched: quiet requests with equal opaques.
     """
     asked = list(_asked(requests, partitions))
     quiet = Counter((one.opcode, one.opaque) for one in asked if one.quiet)
@@ -80,7 +108,7 @@ def failures_of(
         elif is_quiet and quiet[opcode, opaque] > 1:
             return None
         else:
-            out += _failure(opcode, opaque, error)
+            out += _unconfirmed(opcode, opaque, error, done=not status)
     return bytes(out + answers[at:])
 
 
