@@ -164,7 +164,7 @@ class NodeCopies:
         for copy in self.active.values():
             copy.away = view.away
         for number, entry in enumerate(view.bucket_map.entries):
-            if known and entry == known[number]:
+            if known and (entry is known[number] or entry == known[number]):
                 continue  # a map changes often and in few places, above all during a rebalance
             partition = Partition(number)
             if entry.active == node:

@@ -56,9 +56,11 @@ class LightCopy:
         return self.saved.high >= seqno and self.chains[seqno] == chain
 
     def append(self, *changes: int) -> None:
+        chains, chain = self.chains, self.chains[-1]
         for change in changes:
-            self.changes.append(change)
-            self.chains.append(hash((self.chains[-1], change)))
+            chain = hash((chain, change))
+            chains.append(chain)
+        self.changes += changes
 
     def receive(self, changes: list[int], records: list[bytes]) -> None:
         """One snapshot of the active copy; `records` are its changes as storage has them."""
@@ -69,12 +71,13 @@ class LightCopy:
 
     def begin_batch(self) -> bool:
         """Write what is new to disk; False if nothing is."""
-        now = Saved(len(self.changes), self.log, self.epoch)
-        if now == self.saved:
+        high, log = len(self.changes), self.log
+        saved_high, saved_log, saved_epoch = self.saved
+        if high == saved_high and self.epoch == saved_epoch and (log is saved_log or log == saved_log):
             return False
-        if now.high and (not self.ends or self.ends[-1] < now.high):
-            self.ends.append(Seqno(now.high))
-        self._writing = now
+        if high and (not self.ends or self.ends[-1] < high):
+            self.ends.append(Seqno(high))
+        self._writing = Saved(high, log, self.epoch)
         return True
 
     def end_batch(self) -> None:

@@ -46,10 +46,11 @@ class Link:
         """Deliver a message in order, or lose the connection."""
         world, way = to.world, int(to is self.replica)
         sender = self.active if way else self.replica
-        if not world.reachable(sender.name, to.name):
+        if not to.up or (sender.name, to.name) in world.cuts:
             self.lose()
             return
-        self.times[way] = at = max(self.times[way], world.now + world.delay())
+        at, before = world.now + world.delay(), self.times[way]
+        self.times[way] = at = at if at > before else before
         world.at(at, to, self._arrive, step, facts)
 
     def _arrive(self, step: Any, facts: tuple[Any, ...]) -> None:
@@ -126,16 +127,16 @@ class SimNode:
     # ── The coordinator ───────────────────────────────────────────────────────────────────────────
 
     def tick(self) -> None:
-        world, now = self.world, self.now()
-        world.after(TICK * (0.5 + world.random.random()), self, self.tick)
+        world, now, chance = self.world, self.now(), self.world.chance
+        world.after(TICK * (0.5 + chance()), self, self.tick)
         if self._claimed and now - self._renewing >= 1.0:
             self._renewing = now
             world.call(self, lambda: world.renew(self.name), lambda _: self._renewal(now), lambda: None)
         self._update_lease()
-        if world.random.random() < 0.3:
+        if chance() < 0.3:
             self.read()
         self.propose()
-        if self._claimed and world.random.random() < 0.5:
+        if self._claimed and chance() < 0.5:
             self.control()
 
     def _renewal(self, sent: float) -> None:
@@ -146,7 +147,8 @@ class SimNode:
         self.copies.allow(self._holds_lease())
 
     def _holds_lease(self) -> bool:
-        return self._renewed is not None and self.now() < self._renewed + LEASE - MARGIN
+        renewed = self._renewed
+        return renewed is not None and self.world.now * self.rate + self.offset < renewed + LEASE - MARGIN
 
     def read(self) -> None:
         """Read the map; the answer comes later."""
@@ -155,7 +157,7 @@ class SimNode:
 
     def _view(self) -> MapView:
         world = self.world
-        return MapView(world.map, world.revision, ADDRESSES, frozenset(ADDRESSES) - world.alive())
+        return MapView(world.map, world.revision, ADDRESSES, NAMES - world.alive())
 
     def observe(self, view: MapView) -> None:
         self.copies.observe(view)
@@ -291,12 +293,13 @@ class SimNode:
         written = {partition: copy for partition, copy in self.disk.items() if copy.begin_batch()}
         if written:
             self._writing = True
-            random = self.world.random.random
+            random = self.world.chance
             slow = random() * 3 if self.slow_until > self.world.now else 0.0
             self.world.after(random() * 0.01 + slow, self, self._written, written)
-        for partition in [each for each in self.activating if each not in written]:
-            self.activating.discard(partition)
-            self.release(partition)
+        if self.activating:
+            for partition in [each for each in self.activating if each not in written]:
+                self.activating.discard(partition)
+                self.release(partition)
 
     def _written(self, written: dict[Partition, LightCopy]) -> None:
         self._writing = False
@@ -442,3 +445,4 @@ class SimNode:
 
 
 ADDRESSES = {NodeId(name): f"{name}:1" for name in "abcdef"}
+NAMES = frozenset(ADDRESSES)

@@ -90,6 +90,7 @@ class World:
     ) -> None:
         self.new_copy = new_copy
         self.random = random = Random(seed)
+        self.chance = random.random
         self.shape = shape = shape or Shape.drawn(random)
         self.now = 0.0
         self._queue: list[Event] = []
@@ -118,7 +119,8 @@ class World:
 
     def after(self, delay: float, node: SimNode | None, step: Callable[..., None], *facts: Any) -> None:
         """Call `step` later; on a node, if its process is still the same by then, and not before it runs."""
-        self.at(self.now + delay, node, step, *facts)
+        life = 0 if node is None else node.life
+        heappush(self._queue, (self.now + delay, next(self._order), node, life, step, facts))
 
     def at(self, time: float, node: SimNode | None, step: Callable[..., None], *facts: Any) -> None:
         life = 0 if node is None else node.life
@@ -141,7 +143,7 @@ class World:
     # ── Network ───────────────────────────────────────────────────────────────────────────────────
 
     def delay(self) -> float:
-        return self.random.random() * 0.02 + 0.001
+        return self.chance() * 0.02 + 0.001
 
     def reachable(self, one: NodeId, other: NodeId) -> bool:
         return (one, other) not in self.cuts and self.nodes[other].up
@@ -152,8 +154,8 @@ class World:
         self, node: SimNode, apply: Callable[[], Any], reply: Callable[[Any], None], lost: Callable[[], None]
     ) -> None:
         """One call of a node to the store. `lost`: the node gave up waiting for the answer."""
-        random = self.random.random
-        there, back = self.delay(), self.delay()
+        random = self.chance
+        there, back = random() * 0.02 + 0.001, random() * 0.02 + 0.001
         if self.trouble:
             chance = random()
             if chance < 0.03 or node.cut_from_store:
@@ -179,7 +181,8 @@ class World:
             self.after(back, node, reply, answer)
 
     def alive(self) -> frozenset[NodeId]:
-        return frozenset(name for name, until in self.leases.items() if until > self.now)
+        now = self.now
+        return frozenset([name for name, until in self.leases.items() if until > now])
 
     def state(self) -> ClusterState:
         """Everything that one read of the store returns."""
@@ -202,7 +205,7 @@ class World:
         before, self.map = self.map, after
         self.revision += 1
         for number, (old, new) in enumerate(zip(before.entries, after.entries, strict=True)):
-            if old != new:
+            if old is not new and old != new:
                 self._check_change(Partition(number), old, new)
         for node in self.nodes.values():
             if node.up and not node.cut_from_store and not (self.trouble and self.random.random() < 0.1):
