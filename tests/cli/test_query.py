@@ -107,6 +107,12 @@ def test_fields_of_json_are_read_from_a_value_as_from_json(tmp_path: Path) -> No
     assert rows("""'{"city": "Oslo"}'->>'city'""")[0] == ("Oslo",)
 
 
+def test_a_query_reads_no_file_in_threads_of_its_own(lake: Path) -> None:
+    """They can leave a query of DuckDB 2.0.0 waiting for ever."""
+    (row,) = query(lake, "select current_setting('read_ahead_depth') as depth")
+    assert row == {"depth": 0}
+
+
 def test_queries_may_explain_pivot_and_describe(upper: Run, lake: Path) -> None:
     for sql in ("explain select * from latest", "explain analyze select count(*) from latest",
                 "describe latest", "summarize lost", "show tables", "from latest select count(*)",
