@@ -12,8 +12,8 @@ from upper import kernel
 from upper.cluster.active_copy import ActiveCopy
 from upper.cluster.bucket_map import BucketSettings, PartitionEntry
 from upper.kernel import plain
-from upper.kernel.plain_tracking import PAIR
 from upper.model.values import Epoch, NodeId, Partition, Seqno
+from upper.record.layout import ACKNOWLEDGED
 
 HERE, B, C, D = map(NodeId, ("here", "b", "c", "d"))
 SETTINGS = {name: BucketSettings(replicas=3, acknowledge=name) for name in ("in-sync", "local")}
@@ -74,7 +74,7 @@ def test_a_loop_equals_the_calls_for_each_partition(twin: ModuleType, seed: int)
         else:
             node = choose.choice((B, C, D))
             pairs = [(choose.randrange(5), choose.randrange(20)) for _ in range(choose.randrange(1, 6))]
-            packed = b"".join(PAIR.pack(*pair) for pair in pairs)
+            packed = b"".join(ACKNOWLEDGED.pack(*pair) for pair in pairs)
             left = twin.acknowledge(packed, looped, node, epochs, float(now))
             ordinary = [
                 (p, seqno)

@@ -43,7 +43,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     for node, lines in answers.items():
         content = numbers(lines) if out.as_json else lines
         out.show({"node": str(node), **content} if len(nodes) > 1 else content)
-    if not args.group:  # of one partition, only its node has some
+    if not args.group:  # a group may concern one partition, and only its node answers
         for node in nodes:
             if node not in answers:
                 out.note(f"upper: {node} does not answer; its statistics are missing")

@@ -121,7 +121,7 @@ class ColumnDecoder:
         self.settled = False
         by_parts = self._by_parts(data, others)
         if by_parts:
-            # The position of a consumer at a message in here is known only by stopping there.
+            # To have the position of a consumer at one of these messages, counting stops there.
             self._seqnos = array("Q", bytes(8 * len(self._seqnos)))
         answers = 0
         start = at = 0  # rows from `start` on have not been yielded; consumers have counted up to `at`

@@ -279,10 +279,10 @@ class ConsumerStream:
                 "an accepted stream without a failover log cannot be resumed; request the log with the stream"
             )
         if unproven:
-            # The snapshot may have ended past the point where the histories part.
+            # The snapshot may have ended past the point where the histories diverge.
             return Stop(), *self._back(self.consistent_at)
         if self.seqno == self.consistent_at:
-            self._end = None  # a snapshot that was announced, and nothing of it seen, is none of ours
+            self._end = None  # a snapshot that was announced and of which nothing arrived does not count
         self.trail.log = log
         return NOTHING
 

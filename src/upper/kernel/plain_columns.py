@@ -121,8 +121,8 @@ def to_arrow(
     except ImportError:
         gathered = None
     else:
-        # The loop only finds where packets begin; numpy checks them all at once. It has no sentence for
-        # what is wrong, so anything that is goes the slow way, which has.
+        # The loop only finds where packets begin; numpy checks them all at once. It reports no reason, so
+        # data with an invalid packet takes the slow path, which does.
         at, offsets, length = start, [], U32.unpack_from
         while at + HEADER_SIZE <= end:
             offsets.append(at)

@@ -7,13 +7,11 @@ loops do the ordinary part of that for all partitions at once; the decisions abo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from struct import Struct
 from typing import Any
 
 from upper.kernel.packets import Buffer
 from upper.kernel.plain_run import Table
-
-PAIR = Struct(">HQ")  # partition and seqno, as SEQNO_ACK has them
+from upper.record.layout import ACKNOWLEDGED
 
 
 class CopyProgress:
@@ -95,9 +93,9 @@ def acknowledge(
     those of partitions that are not active here, of another epoch, and of a replica that is not waited for.
     """
     left = []
-    if len(pairs) % PAIR.size:
-        raise ValueError(f"{len(pairs)} bytes are not pairs of {PAIR.size}")
-    for partition, seqno in PAIR.iter_unpack(pairs):
+    if len(pairs) % ACKNOWLEDGED.size:
+        raise ValueError(f"{len(pairs)} bytes are not pairs of {ACKNOWLEDGED.size}")
+    for partition, seqno in ACKNOWLEDGED.iter_unpack(pairs):
         copy = copies.get(partition)
         if copy is None or epochs.get(partition) != copy.epoch or node not in copy.waited_for:
             left.append((partition, seqno))

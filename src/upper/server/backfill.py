@@ -216,7 +216,7 @@ class BackfillSender(StreamOutput):
             body, items = self._encode(stream, chunk, send)
             if body:
                 self._put(stream, *body, items=items)
-            # What was read counts, for a filter may leave all of it out; parsing is slow.
+            # Count what was read, because a filter may leave all of it out; parsing counts more.
             read = body if stream.filter.everything else chunk
             cost += sum(map(len, read)) * (PARSING if parsed else 1)
         else:

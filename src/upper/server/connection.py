@@ -254,14 +254,14 @@ class Connection(AnsweringConnection):
         self.proceed()
 
     def _whole(self, data: bytes, at: int) -> Header | None:
-        """The header of the packet at `at`, if all of it is there; else remember how much is needed."""
+        """The header of the packet at `at`, if it is complete; else record how many bytes are needed."""
         if at < len(data) and data[at] == ALTERNATIVE:
             head = self._input.alternative(data, at, max_body=self._largest)
         else:
             head = self._input.head(data, at, max_body=self._largest)
         if head is None and len(data) - at < HEADER_SIZE:
             return None
-        # What stands behind this packet does not count: it may stand behind a login.
+        # Bytes after this packet do not count: they may come after a login.
         if not self.known and self.bytes_in - self._trusted - (len(data) - at) > self._largest:
             raise AuthenticationFailed(
                 f"{self._largest} bytes were received without a login; authenticate with SASL first"
@@ -379,7 +379,7 @@ class Connection(AnsweringConnection):
     def _refused(self, error: UpperError) -> Reply:
         if isinstance(error, NotMyPartition):
             self.node.counters.not_my_partition += 1
-            # Alone, the map is a matter of the journal; in a cluster it was stored elsewhere.
+            # A single node has its map in the journal, and waits for that; a cluster, in the agreement store.
             at_once = self.node.replication is not None
             return Reply(error.status, value=self.node.cluster_map(), at_once=at_once)
         reply = refusal(error)

@@ -87,8 +87,8 @@ class Node:
         self.committed = bucket.done  # the last batch that responses and streams may expose
         self.barrier = 0  # a flush of this batch hides items whose records are gone already
         self.clock_now = loop.time()
-        self.pages: set[HttpPage] = set()  # that are being asked for
-        self.turned_away: set[Connection] = set()  # and not gone yet
+        self.pages: set[HttpPage] = set()  # open HTTP connections
+        self.turned_away: set[Connection] = set()  # rejected, and not closed yet
         self.consumers: Consumers = Consumers(bucket, settings.streams, time.time)
         self.tap_sessions = TapSessions(settings.streams, loop.time)
         self.send_queue = SendQueue(loop)
@@ -142,7 +142,7 @@ class Node:
             rest = await self.loop.create_server(lambda: RestPage(self), sock=ends.rest, ssl=ends.context)
             self._servers.append(rest)
         self._ticker = self.loop.call_later(TICK, self._tick)
-        # What was loaded stays; the collector need not look at it again, and rarely at anything.
+        # Loaded objects stay: the collector skips them, and runs rarely.
         gc.collect()
         gc.freeze()
         gc.set_threshold(100_000, 20, 50)
@@ -245,7 +245,9 @@ class Node:
     def _tick(self) -> None:
         before, self.clock_now = self.clock_now, self.loop.time()
         self._ticker = self.loop.call_later(TICK, self._tick)
-        if self.clock_now - before < 4 * TICK:  # else the node itself was away, and reads first what came
+        if (
+            self.clock_now - before < 4 * TICK
+        ):  # else the node itself was suspended: it first reads what has arrived
             self._look_after_the_silent(self.clock_now)
         self.tap_sessions.expire()
         self.consumers.expire()
@@ -312,7 +314,7 @@ class Node:
         self._map_changed()
         for tail in fanout.tails:
             if any(stream.phase is Sending.CLOSING for stream in tail.streams):
-                self.end_streams(tail.store, fanout)  # that it is dead here will never be on disk
+                self.end_streams(tail.store, fanout)  # the state "dead" will never be on disk
             self.notify_producers(tail.store)
 
     @property

@@ -22,7 +22,7 @@ class CopyPace:
         rate = self.rate()
         if not rate:
             return 0.0
-        # A limit that has been raised since counts at once, for at most a second of waiting.
+        # At most a second at a time, so that a raised limit takes effect soon.
         return max(0.0, min(self._free_at - self._now(), 1.0))
 
     def sent(self, size: int) -> None:

@@ -105,7 +105,7 @@ class TapStreamSession(StreamProducer):
         self._only_new = False
         self._clears = False  # a partition without a stored position is flushed first
         self._before: dict[int, Position] = {}  # sent by former connections, of partitions not opened yet
-        self._opaque = self._made = 0  # of the last message: its opaque, and how many there were
+        self._opaque = self._made = 0  # the opaque of the last message, and the number of messages
         self._every = 0  # messages per requested acknowledgement; 0: none is requested
         self._since_ack = 0
         self._unasked: dict[int, Position] = {}  # progress since the last message that asked for one
@@ -191,7 +191,7 @@ class TapStreamSession(StreamProducer):
 
     def _acknowledged(self, opaque: int) -> None:
         if not any(number == opaque for number, _, _ in self._asked):
-            return  # no message asked for this one, and what it means for others is unknown
+            return  # it answers no message that requested one, so it confirms nothing
         number = upto = None
         while number != opaque:
             number, upto, progress = self._asked.popleft()

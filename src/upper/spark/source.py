@@ -231,7 +231,7 @@ class ChangesStreamReader(_StreamReader, SupportsTriggerAvailableNow):
             safe=self._safe,
             most_rows=self._rows(limit),
             target=self._target,
-            # A query that ends leaves its knowledge in the offset; one that goes on writes it with the next.
+            # A query that ends records its safe positions in this offset; one that continues, in the next.
             record=self._target is not None,
         )
         if end is stood:

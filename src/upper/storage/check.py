@@ -163,7 +163,7 @@ def _scan(directory: Path, lock: int, advance: Advance) -> DirectoryScan:
     for store, needed in zip(bucket.partitions, floor.files, strict=True):
         if (0 if store.file is None else store.file.number) < needed:
             damages.append(Damage(f"partition {store.id}", f"its file number {needed} is missing"))
-            loader.wounded.add(store.id)
+            loader.damaged.add(store.id)
     segments, tail = loader.load_journal(floor.first)
     loader.finish(tail.last)
     bucket.journal.segments = segments
@@ -200,7 +200,7 @@ def repair(directory: Path, advance: Advance = silent) -> Iterator[Damage]:
             yield Damage("journal", f"{scan.tail.cut} bytes of an unfinished batch were cut off")
         damaged = bool(scan.damages) or scan.tail.doubtful
         if damaged:
-            for number in sorted(scan.loader.wounded):
+            for number in sorted(scan.loader.damaged):
                 yield _begin_anew(scan.bucket.partitions[number])
             _write_anew(scan)
         elif scan.tail.cut:

@@ -142,13 +142,13 @@ class DirectoryLoader:
         self._directory, self._files, self._uuid = directory, files, uuid
         self._problem, self._advance = problem, advance
         self._quota = quota
-        self._claims = claims  # the stores are the bucket's own, not copies that will be let go of
+        self._claims = claims  # the stores are those of the bucket, not temporary copies
         self._held = 0  # bytes put into memory so far, about
         self.stores = {int(store.id): store for store in stores}
         self.expiry = expiry
         self.covered: dict[int, int] = {}  # the batch up to which a file holds a partition
         self.clock = 0
-        self.wounded: set[int] = set()  # partitions of which something is missing
+        self.damaged: set[int] = set()  # partitions of which something is missing
         self._uncounted = 0  # bytes read since memory was last counted
         self._before = array("Q", bytes(8 * partitions))
         self._segment = 1  # first batch of the segment being read
@@ -235,7 +235,7 @@ class DirectoryLoader:
         if len(store.items) != facts.entries:
             found = f"{len(store.items)} entries of partition {store.id}"
             self._problem(Damage(where, f"it holds {found} and should hold {facts.entries}"))
-            self.wounded.add(store.id)
+            self.damaged.add(store.id)
         self._highs[store.id] = facts.high
 
     # ── The journal ───────────────────────────────────────────────────────────────────────────────

@@ -180,7 +180,7 @@ DCP = UPR.but(
             kept("abort", 0x63),
             kept("oso_snapshot", 0x65),
         ],
-        # What the draft has and DCP has not.
+        # Messages of the draft that DCP does not have.
         StreamStart: (),
         SeqnoAck: (),
         SnapshotEndMessage: (),

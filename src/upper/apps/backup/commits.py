@@ -72,7 +72,7 @@ def commits(lake: Lake) -> Iterator[BackupCommit]:
             yield _commit(newest, before, kept)
             newest = None
         if newest is None:
-            # What the commits after this one took back.
+            # Later commits rolled partitions back to these seqnos.
             if before is not None:
                 for partition, seqno in _kept(before).items():
                     kept[partition] = min(seqno, kept.get(partition, seqno))
@@ -186,7 +186,7 @@ class ListedCommit:
     at: str
     seqnos: int  # the sum of all positions
     restorable: bool
-    why: str  # not
+    why: str  # the reason if it cannot be restored
 
 
 def listed(lake: Lake, limit: int) -> list[ListedCommit]:

@@ -34,10 +34,10 @@ class NotEmpty(InvalidArguments):
 class Restored:
     """What a restore wrote, or with `dry_run` would write."""
 
-    items: int = 0  # of the commit, with the prefix
+    items: int = 0  # in the commit, with the prefix
     written: int = 0
     bytes: int = 0  # of keys and values written
-    present: int = 0  # items that the bucket had as they are
+    present: int = 0  # items that the bucket already had in the same version
     newer: int = 0  # merge: items of which the bucket has the same or a newer version
     replaced: int = 0  # overwrite: items of which the bucket had another version
     deleted: int = 0  # overwrite: items that are not in the commit

@@ -49,9 +49,9 @@ def oldest_kept(
 class Pruned:
     """What was removed."""
 
-    commit: int  # the oldest that can still be restored
+    commit: int  # the oldest commit that can still be restored
     rows: int = 0
-    files: int = 0  # that were rewritten
+    files: int = 0  # files that were rewritten
 
 
 def prune(lake: Lake, runner: Runner, commit: BackupCommit) -> Pruned:

@@ -30,7 +30,7 @@ class StateUnit:
     latest: tuple[DataFile, ...]
     changes: tuple[DataFile, ...]
     replaced: tuple[DataFile, ...]
-    weight: int  # bytes of files, about
+    weight: int  # approximate bytes of files
 
     def rows(self) -> pa.Table:
         """The live keys, with the columns of `latest`, ordered by (partition, key)."""

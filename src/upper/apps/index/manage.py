@@ -116,7 +116,7 @@ def _report(lake: Lake, index: IndexDefinition) -> IndexReport:
         index.name,
         ", ".join(index.text),
         ", ".join(index.fields),
-        sum(max(0, count - 1) for count in counts),  # one is the position
+        sum(max(0, count - 1) for count in counts),  # one document of each is the position
         sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
         sum(target.position(p).seqno - found.after.get(p, 0) for p in found.partitions),
         state,

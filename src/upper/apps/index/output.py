@@ -39,7 +39,7 @@ from upper.errors import InvalidArguments
 from upper.model.values import Partition
 
 HEAP = 64 * 1024 * 1024  # bytes that a worker collects before it writes a segment
-COMPLETE = "built-by-upper"  # the file by which a worker sees that it has the directory of the driver
+COMPLETE = "built-by-upper"  # a worker that finds this file sees the directory of the driver
 
 
 def group_directory(directory: Path, group: int) -> Path:

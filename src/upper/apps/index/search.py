@@ -38,7 +38,7 @@ class Hit:
 
     key: bytes
     score: float
-    fields: dict[str, Any] = field(default_factory=dict)  # those that the index has
+    fields: dict[str, Any] = field(default_factory=dict)  # the --fields of the index
 
 
 @dataclass(frozen=True)

@@ -34,15 +34,15 @@ from upper.pipeline.plan import shared_until
 from upper.pipeline.target import Runner, Task
 
 R = TypeVar("R")
-PIECE_BYTES = 64 * 1024 * 1024  # of files, compressed: what a worker holds at a time
+PIECE_BYTES = 64 * 1024 * 1024  # compressed bytes of files that a worker holds at a time
 
 
 @dataclass(frozen=True)
 class Lack:
-    """What lies between the position of an output and that of its lake."""
+    """The changes between the position of an output and that of its lake."""
 
     after: Mapping[Partition, Seqno] = field(default_factory=dict)  # `changes` has more past these seqnos
-    afresh: frozenset[Partition] = frozenset()  # nothing that the output has of these can stay
+    afresh: frozenset[Partition] = frozenset()  # partitions whose rows in the output are all replaced
 
     @property
     def partitions(self) -> frozenset[Partition]:
@@ -84,18 +84,18 @@ def _continues(position: LakePosition, target: LakePosition, partition: Partitio
 class PartitionRead:
     """The files from which the missing changes of one partition are read."""
 
-    after: Seqno  # changes past here
-    afresh: bool = False  # nothing of what the output has stays
-    base: bool = False  # `latest` has the partition at `after`
+    after: Seqno  # changes past this seqno are read
+    afresh: bool = False  # all rows that the output has are replaced
+    base: bool = False  # `latest` has the state of the partition at `after`
 
 
 @dataclass(frozen=True)
 class OutputChange:
-    """What an output does for some partitions: forget `cleared`, forget `touched`, then take `live`."""
+    """The update of some partitions of an output: remove `cleared`, remove `touched`, then add `live`."""
 
-    partitions: frozenset[Partition]  # all that it is about
-    cleared: frozenset[Partition]  # of which everything goes
-    touched: Mapping[Partition, pa.Array]  # keys of other partitions that go
+    partitions: frozenset[Partition]  # all partitions of the update
+    cleared: frozenset[Partition]  # partitions whose rows are all removed
+    touched: Mapping[Partition, pa.Array]  # keys to remove from the other partitions
     live: pa.Table  # the newest version of keys, in the columns of `latest`, by partition
     changes: pa.Table  # the rows of `changes` that were read, by (partition, seqno)
 
@@ -190,8 +190,8 @@ class DerivedUnit:
 class DerivedOutput(Protocol[R]):
     """An output. One process at a time, which holds the lake, brings it forward."""
 
-    whole_groups: bool  # it cannot change a part of a group: a group that lacks anything is derived afresh
-    from_changes: bool  # what is derived afresh needs every row of `changes`, not `latest` and what follows
+    whole_groups: bool  # a group with any missing change is derived afresh, because it has no parts
+    from_changes: bool  # deriving afresh needs every row of `changes`, not `latest` and later changes
 
     @property
     def at_once(self) -> bool:

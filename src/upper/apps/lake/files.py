@@ -39,10 +39,10 @@ UNIT_BYTES = 32 * 1024 * 1024
 MEASURED = ("partition", "seqno", BATCH)
 # A lookup by key alone skips row groups by these filters. Older versions of Arrow cannot write them.
 BLOOM = "bloom_filter_options" in signature(pq.ParquetWriter.__init__).parameters
-TIGHT_LEVEL = 3  # of zstd
+TIGHT_LEVEL = 3  # compression level of zstd
 SAMPLED_ROWS, SAMPLED_BYTES, WORTH_SAMPLING = 500, 256 * 1024, 1024 * 1024
-MUCH_SMALLER = 0.8  # of the size with snappy
-NAME = 32 + 1 + 8  # characters: a random number, and the checksum
+MUCH_SMALLER = 0.8  # zstd is used if it needs less than this share of the size with snappy
+NAME = 32 + 1 + 8  # characters: a random id, a hyphen and the checksum
 REPEATING = ("operation", "partition", "branch", BATCH, "revision", "flags", "expiration", "lock_time", "why")
 
 

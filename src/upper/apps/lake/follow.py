@@ -31,7 +31,7 @@ from upper.spark.workers import Workers, WorkerSettings, workers
 
 log = logging.getLogger(__name__)
 
-MOST_ROUNDS = 20  # of --once, while histories keep branching
+MOST_ROUNDS = 20  # rounds of --once, while histories keep branching
 LIVE_PATIENCE = 5.0  # seconds that a round tries to reach a node
 STOP_WITHIN = 4.0  # seconds that tasks under way may take when the sync is stopped
 WORKERS_STOP_WITHIN = 3.0  # seconds that Spark may take to end after that

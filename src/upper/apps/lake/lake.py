@@ -34,7 +34,7 @@ from upper.pipeline.target import Runner, Task
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 IMPORT = "import"  # the key of the progress of an import in a commit
-ATTEMPTS = 4  # of work whose files another program may replace
+ATTEMPTS = 4  # of work that fails because another program replaced its files
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from upper.pipeline.target import Runner
 log = logging.getLogger(__name__)
 
 LOOK_EVERY = 5.0  # seconds between two looks for outputs that were created or dropped
-SHARE = 4  # of the time that outputs took, they rest this many times as long: at most a fifth of a worker
-REST = 60.0  # seconds that they rest at most
+SHARE = 4  # the pause after a step, as a multiple of its time: outputs use at most a fifth of a worker
+REST = 60.0  # seconds of a pause, at most
 RETRY = 5.0  # seconds after which an output that failed is tried again
 
 
@@ -38,7 +38,7 @@ class OutputKind(Protocol):
 
 
 def _kinds() -> tuple[OutputKind, ...]:
-    from upper.apps.index import output as index  # they import from here
+    from upper.apps.index import output as index  # imported here, because they import this module
     from upper.apps.typed import outputs as typed
     from upper.apps.views import materialize
 

@@ -33,7 +33,7 @@ class LakePosition:
     # every row, so that any commit from here on can be rebuilt from `changes`.
     bases: Mapping[Partition, Seqno] = field(default_factory=dict)
     # Of partitions that were read again from zero, such as after a flush: the end of that reading. What was
-    # deleted up to here may have no row, so who stood before it has to compare all keys.
+    # deleted up to here may have no row, so a consumer before it has to compare all keys.
     restarts: Mapping[Partition, Seqno] = field(default_factory=dict)
 
     def known(self, partition: Partition) -> ResumePoints:

@@ -179,14 +179,14 @@ def prepare(connection: duckdb.DuckDBPyConnection, partitions: int | None) -> No
     """Settings and functions of a query; `partition_of`, if the number of partitions is given."""
     connection.execute("set TimeZone = 'UTC'")
     connection.execute("set python_enable_replacements = false")
-    # A lookup reads the footers of all files, and little else: once, and without what follows them.
+    # A lookup reads the footers of all files and little else: read each once, and nothing ahead of need.
     connection.execute("set parquet_metadata_cache = true")
     connection.execute("set disable_parquet_prefetching = true")
     # The threads that read ahead of DuckDB 2.0.0 can leave a query waiting for ever, mostly one with LIMIT.
     connection.execute("set read_ahead_depth = 0")
     connection.execute("create macro text(bytes) as try(decode(bytes))")
     connection.execute("create macro doc(bytes) as try_cast(try(decode(bytes)) as json)")
-    # DuckDB's own operator takes a BLOB for its notation, which is no JSON: always NULL, without a word.
+    # DuckDB's own operator casts a BLOB to its text notation, which is not JSON: the result is always NULL.
     connection.execute(
         """create macro "->>"(held, path) as case typeof(held) when 'BLOB'
         then json_extract_string(doc(held::blob), path) else json_extract_string(held, path) end"""

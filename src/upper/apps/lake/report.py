@@ -56,9 +56,9 @@ class LakeReport:
     tables: list[TableReport]
     seqnos: int  # the sum of all positions: the changes of the bucket's history up to here
     positions: dict[int, str]  # of each partition: "seqno branch@begin ...", the failover log newest first
-    behind: int | None  # changes; None where the bucket was not asked
+    behind: int | None  # changes that the lake lacks; None if the bucket was not asked
     rollbacks: int
-    trimmed: int  # partitions of `changes` that do not begin at the beginning
+    trimmed: int  # partitions whose first changes were removed from `changes`
     losses: list[LossReport] = field(default_factory=list)  # `lost`, by time and cause
     lost: list[RollbackReport] = field(default_factory=list)
 
@@ -120,7 +120,7 @@ def _losses(lost: list[RollbackReport]) -> list[LossReport]:
     """A branch of a whole bucket is one event, though it takes back something in a thousand partitions."""
     found: dict[tuple[str, str], list[RollbackReport]] = {}
     for one in lost:
-        # Where the histories part differs from partition to partition; that they do is the cause.
+        # The branch point differs between partitions, and the cause is the same: leave the seqno out.
         found.setdefault((one.at, re.sub(r" at \d+$", "", one.why)), []).append(one)
     return [
         LossReport(at, cause, partitions=len(held), changes=sum(one.changes for one in held))

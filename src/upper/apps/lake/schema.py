@@ -82,7 +82,7 @@ def grouped(schema: pa.Schema) -> pa.Schema:
 class LakeLayout:
     """What never changes about a lake: which bucket it follows, and how partitions form groups."""
 
-    bucket: str  # of an imported lake: a name for those that it is pushed to
+    bucket: str  # the name of the bucket; of an imported lake, the name under which targets store positions
     partitions: int
     groups: int
     keep: Keep = "both"  # which of `changes` and `latest` it holds; without one of them it is half as large

@@ -167,7 +167,7 @@ class Sync:
         self, ranges: Mapping[Partition, ReadRange], rollbacks: Mapping[Partition, RollbackPlan]
     ) -> TaskResult:
         done = merged(self.lake.run(self.runner, self._reads(ranges)))
-        # A partition that could not be read on does not go back either: before or after, never between.
+        # A partition whose new branch could not be read is not rolled back: one commit has both, or neither.
         done.rolled_back = {
             partition: plan if (log := done.places[partition].log) is None else as_read(plan, log)
             for partition, plan in rollbacks.items()
@@ -205,7 +205,7 @@ class Sync:
     def _width(self, weights: Mapping[int, int]) -> int:
         """How many tasks: a small batch is read sooner than another task is started."""
         worth = sum(weights.values()) // WORTH_A_TASK
-        return min(self.runner.width, worth) if worth > 1 else 1  # Spark is asked for its width
+        return min(self.runner.width, worth) if worth > 1 else 1  # asking Spark for its width takes a while
 
     def _cuts(self, rollbacks: Mapping[Partition, RollbackPlan]) -> TaskResult:
         """Take rolled-back rows out of the files that may hold some."""

@@ -74,7 +74,7 @@ class LakeTable:
         self._lock = RLock()
         self._writer = uuid4().hex  # marks the commits of this object
         self.log = DeltaLog(self.root, name)
-        self._step: int | None = None  # it takes Delta's library a while to find
+        self._step: int | None = None  # kept, because Delta's library takes a while to find it
         self._delta = self.open()
         self.layout = LakeLayout.from_properties(self._delta.metadata().configuration, where=self.where)
         self._load()
@@ -388,7 +388,9 @@ class LakeTable:
         try:
             return int(commit["operationParameters"]["version"])
         except (KeyError, TypeError, ValueError):
-            raise self._changed(commit) from None  # to a moment: the history does not name the version
+            raise self._changed(
+                commit
+            ) from None  # it was restored to a time: the history does not name the version
 
     def _changed(self, commit: Mapping[str, Any]) -> Corrupt:
         version, what = int(commit["version"]), commit.get("operation")

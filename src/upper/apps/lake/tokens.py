@@ -138,7 +138,7 @@ def wait(
             for token in _in_lost(root, unknown):
                 raise lost(token)
             if bucket_state is not None:
-                # Also of a branch that the lake follows: a failover to its very position gives it no news.
+                # Also of the branch that the lake follows: a failover to its position sends it no change.
                 state = bucket_state()
                 for token in missing:
                     if token.lost_by(state):

@@ -11,7 +11,7 @@ from base64 import b64encode
 from json.encoder import encode_basestring
 from typing import Any, NamedTuple
 
-STARTS = frozenset('{["-0123456789tfn \t\r\n')  # of JSON
+STARTS = frozenset('{["-0123456789tfn \t\r\n')  # first characters of JSON
 
 
 class JsonField(NamedTuple):
@@ -27,13 +27,13 @@ def content(value: bytes) -> JsonField:
         text = value.decode()
     except UnicodeDecodeError:
         return JsonField("base64", base64(value))
-    if text and text[0] not in STARTS:  # spares the error, which takes longer than most values
+    if text and text[0] not in STARTS:  # avoids an exception, which costs more than parsing most values
         return JsonField("text", quoted(text))
     try:
         parsed = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return JsonField("text", quoted(text))
-    # Line breaks are outside of strings in JSON.
+    # In JSON, line breaks occur only outside of strings.
     return JsonField("value", text.strip().replace("\r", " ").replace("\n", " "), parsed)
 
 
@@ -60,4 +60,4 @@ def _no_constant(name: str) -> None:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
-quoted = encode_basestring  # text as JSON; of `json.dumps` it is the part that is needed
+quoted = encode_basestring  # text as JSON: the part of `json.dumps` that is needed

@@ -22,7 +22,7 @@ from upper.pipeline.target import WorkFailed
 log = logging.getLogger(__name__)
 
 Transient = (Unreachable, NotMyPartition, TemporaryFailure, Busy, WorkFailed, TargetUnavailable)
-MOST_ROUNDS = 20  # of `once`, while histories keep branching
+MOST_ROUNDS = 20  # rounds of `once`, while histories keep branching
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,9 @@ from upper.model.values import MAX_SEQNO, ZERO, FailoverLog, Partition, Seqno
 from upper.pipeline.plan import NOWHERE, shared_until
 
 VERSION = 1
-SLOTS = 8  # of a partition
-SLOT_BYTES = 16 << 10  # of entries in a state; more move to a slot
-MOST_ENTRIES = 1 << 20  # bytes of entries that come together, beyond which the keys are not recorded
+SLOTS = 8  # slots of a partition
+SLOT_BYTES = 16 << 10  # bytes of entries in a state; further entries move to a slot
+MOST_ENTRIES = 1 << 20  # bytes of entries of one round; beyond this the keys are not recorded
 MOST_EPOCHS = (1 << 15) - 1  # with 48 bits of a seqno below it, what fits a signed 64-bit version
 _ENTRY = Struct(">QQH")
 

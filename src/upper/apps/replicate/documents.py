@@ -35,7 +35,7 @@ def control_key(name: str) -> bytes:
 def _within(key: bytes, partition: Partition, partitions: int) -> bytes:
     """The key with a suffix that puts it into the partition."""
     key = RESERVED + key
-    # Of two suffixes of the same length, the checksums differ by the same bits behind every key.
+    # CRCs are linear: two suffixes of the same length change the checksum by the same bits for every key.
     mask = partitions - 1
     here = (crc32(ZEROS, crc32(key)) >> 16) & 0x7FFF & mask
     return key + _suffixes(mask)[here ^ partition]

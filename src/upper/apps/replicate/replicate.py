@@ -33,7 +33,7 @@ class ReplicationStatus:
     name: str
     target: str  # its URL
     paused: bool
-    partitions: int  # that the target has begun
+    partitions: int  # partitions that have a position in the target
     behind: int  # changes that the target lacks, at most
     repairing: int  # partitions in which a repair is under way
     repairs: int  # partitions repaired so far, since the target began

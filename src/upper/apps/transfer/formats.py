@@ -90,7 +90,7 @@ class JsonLinesWriter:
 class CsvWriter:
     def __init__(self, sink: IO[bytes]) -> None:
         self._sink = io.TextIOWrapper(sink, encoding="utf-8", newline="", write_through=True)
-        # As RFC 4180 has it; Python quotes a field with a character of the line end, and no other.
+        # RFC 4180 quotes CR and LF; Python quotes only characters that are in the line terminator.
         self._csv = csv.writer(self._sink, lineterminator="\r\n")
         self._csv.writerow(["key", "value", "encoding", *BITS])
 

@@ -137,7 +137,7 @@ class LakeImport:
     ) -> None:
         self._lake, self._options, self._clock = lake, options, clock
         self._commit_rows = commit_rows
-        self.before = ImportProgress.of(lake)  # rows that are read twice: the first time to compare them
+        self.before = ImportProgress.of(lake)  # rows of an earlier run: they are read again, and compared
         self._progress = self.before
 
     def run(

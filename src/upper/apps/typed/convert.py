@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from upper.apps.lake.derived_table import KEY, PARTITION
 from upper.apps.typed.definitions import DECIMAL, TypedColumn, TypedTable
 
-EPOCH_UNITS = {"timestamp(s)": 1, "timestamp(ms)": 1_000}  # in a second
+EPOCH_UNITS = {"timestamp(s)": 1, "timestamp(ms)": 1_000}  # units in a second
 WIDEST = 1 << 53  # up to here every integer is a double
 
 

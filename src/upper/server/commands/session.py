@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_FEATURES = 1024  # bytes
 
-# What HELLO may settle here. Data types beyond raw bytes are not among it: values are kept as they come.
+# What HELLO may negotiate. Compressed values are not included: values are stored as they arrive.
 FEATURES = frozenset(
     {
         Feature.TCP_NODELAY,
@@ -53,7 +53,7 @@ def version(call: Call) -> Reply:
 
 @handles(Opcode.VERBOSITY, before_login=True)
 def verbosity(call: Call) -> Reply:
-    # Accepted because clients send it; what is logged is the operator's business.
+    # Accepted because clients send it, and without effect: the operator chooses what is logged.
     return Reply()
 
 
@@ -80,7 +80,7 @@ def hello(call: Call) -> Reply:
 @handles(Opcode.SASL_LIST_MECHS, before_login=True)
 def mechanisms(call: Call) -> Reply:
     if call.node.users is None:
-        return Reply(value=b"PLAIN")  # any name and any password will do
+        return Reply(value=b"PLAIN")  # any name and any password are accepted
     offered = [name for name in MECHANISMS if name != "PLAIN" or call.connection.private]
     return Reply(value=" ".join(offered).encode())
 
