@@ -62,6 +62,20 @@ class SyncedLake:
         assert verdict.differences == []
         assert verdict.partitions == self.node.partitions
 
+    def upper_verify(self) -> subprocess.CompletedProcess[str]:
+        """`upper verify` in a process of its own."""
+        command = [
+            sys.executable,
+            "-m",
+            "upper",
+            "verify",
+            self.node.url,
+            str(self.root),
+            "--master",
+            "local[2]",
+        ]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
     def rows(self, table: str) -> set[Row]:
         lake = Lake(self.root)
         home = lake.changes if table == CHANGES else lake.lost

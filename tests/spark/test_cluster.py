@@ -85,17 +85,7 @@ def without(cluster: RunningCluster, name: str) -> None:
 
 
 def verified(synced: SyncedLake) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "upper",
-        "verify",
-        synced.node.url,
-        str(synced.root),
-        "--master",
-        "local[2]",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    run = synced.upper_verify()
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +93,7 @@ def test_after_a_kill_verify_as_a_command_succeeds(synced: SyncedLake, bucket: A
     process.communicate(timeout=240)
     assert process.returncode == -signal.SIGKILL
     synced.sync()
-    command = [
-        sys.executable,
-        "-m",
-        "upper",
-        "verify",
-        synced.node.url,
-        str(synced.root),
-        "--master",
-        "local[2]",
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    run = synced.upper_verify()
     assert run.returncode == 0, run.stdout + run.stderr
     assert "400 live keys and 400 changes in 16 partitions" in run.stdout
     assert run.stderr == "", "nothing is printed beside the answer"

@@ -1,4 +1,4 @@
-"""A lake in Azure, on Azurite: the same guarantees as in a directory and on S3."""
+"""A lake in Azure (on Azurite) and in Google Cloud Storage (on fake-gcs-server): as in a directory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,28 +17,39 @@ import upper
 from tests.apps.test_lake_model import SET, World, live_through
 from tests.apps.test_lake_objects import race_for_versions
 from tests.nodes import Node
-from tests.objects import AZURITE_ACCOUNT, AZURITE_KEY, BUCKET, azure_store
+from tests.objects import AZURITE_ACCOUNT, AZURITE_KEY, BUCKET, azure_store, google_store
 from upper.apps.lake.store import azure_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# The first run on a machine fetches the servers, and compiles one of them.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NUMBERS = count()
+AZURE, GOOGLE = f"abfss://{BUCKET}@{AZURITE_ACCOUNT}.dfs.core.windows.net", f"gs://{BUCKET}"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with azure_store(tmp_path_factory.mktemp("azure")) as environment:
-        yield environment
+class Cloud(NamedTuple):
+    url: str
+    environment: dict[str, str]  # the server, and the credentials if it needs any
+
+
+@pytest.fixture(scope="module", params=[AZURE, GOOGLE], ids=["azure", "google"])
+def cloud(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
+    directory = tmp_path_factory.mktemp("store")
+    store: AbstractContextManager[dict[str, str]] = (
+        azure_store(directory) if request.param == AZURE else google_store(directory)
+    )
+    with store as environment:
+        yield Cloud(request.param, environment)
 
 
 @pytest.fixture
-def url(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a lake that does not exist yet; the environment has the credentials."""
-    for name, value in server.items():
+def url(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a lake that does not exist yet; the environment is that of the server."""
+    for name, value in cloud.environment.items():
         monkeypatch.setenv(name, value)
-    return f"abfss://{BUCKET}@{AZURITE_ACCOUNT}.dfs.core.windows.net/lake-{next(NUMBERS)}"
+    return f"{cloud.url}/lake-{next(NUMBERS)}"
 
 
-def test_every_kind_of_work_is_done_in_azure(url: str) -> None:
+def test_every_kind_of_work_is_done(url: str) -> None:
     work = ("round", "refresh", "due", "lost files", "merge", "trim", "foreign", "erase")
     live_through(World(url), [([SET] * 6, [("promote", 0, b"", 2)], [SET], turn, None) for turn in work])
 
@@ -52,13 +65,13 @@ def test_a_driver_that_is_killed_around_a_commit_is_followed_by_the_next(url: st
     )
 
 
-def test_of_several_writers_of_a_version_azure_accepts_one(url: str) -> None:
+def test_of_several_writers_of_a_version_the_store_accepts_one(url: str) -> None:
     race_for_versions(url)
 
 
-def test_verbs_take_the_url_and_print_no_key(server: dict[str, str], url: str, tmp_path: Path) -> None:
+def test_verbs_take_the_url_and_print_no_key(cloud: Cloud, url: str, tmp_path: Path) -> None:
     def run(*words: str) -> str:
-        command, env = [sys.executable, "-m", "upper", *words], {**os.environ, **server}
+        command, env = [sys.executable, "-m", "upper", *words], {**os.environ, **cloud.environment}
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=140, check=False)
         assert done.returncode == 0, done.stderr
         assert AZURITE_KEY not in done.stdout + done.stderr
