@@ -70,6 +70,7 @@ def test_help_fits_80_columns(verb: str, upper: Run) -> None:
     shown = upper(*([verb] if verb else []), "--help", COLUMNS="80").stdout
     text, _, examples = shown.partition("\nexamples:\n")
     assert [line for line in text.splitlines() if len(line) > 80] == []
+    assert [line for line in text.splitlines() if line.endswith("-")] == [], "a name is cut at its hyphen"
     assert [line for line in examples.splitlines() if len(line) > 110] == [], "examples are not wrapped"
 
 

@@ -28,9 +28,11 @@ upper dump data --json | jq -r .key
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="the directory that holds bucket.json")
-    parser.add_argument("-p", "--partitions", type=partitions, metavar="0-15,99", help="only these")
+    parser.add_argument(
+        "-p", "--partitions", type=partitions, metavar="0-15,99", help="only these partitions"
+    )
     parser.add_argument("--keys-only", action="store_true", help="leave the values out")
-    parser.add_argument("--key-prefix", metavar="TEXT", help="only keys that begin like this")
+    parser.add_argument("--key-prefix", metavar="TEXT", help="only keys with this prefix")
     parser.add_argument("--deleted", action="store_true", help="also deletions that are still stored")
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC
 from importlib import import_module
 from io import TextIOWrapper
-from textwrap import fill
+from textwrap import wrap
 from typing import NoReturn, Protocol, cast
 
 from upper.cli.common import URL
@@ -61,7 +61,7 @@ VERBS: Mapping[str, tuple[str, str]] = {
     "replicate": ("upper.cli.replicate", "replicate a bucket to another one"),
     "push": ("upper.cli.push", "push changes to Kafka or OpenSearch"),
     "export": ("upper.cli.export", "write items to JSON lines, CSV or Parquet"),
-    "import": ("upper.cli.import_", "store the rows of such a file in a bucket"),
+    "import": ("upper.cli.import_", "store the rows of such a file"),
     "completion": ("upper.cli.completion", "print a completion script for a shell"),
 }
 
@@ -247,8 +247,11 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.strip().split("\n\n")
         return "\n\n".join(
-            part if "\n  " in part else fill(" ".join(part.split()), width) for part in paragraphs
+            part if "\n  " in part else "\n".join(self._split_lines(part, width)) for part in paragraphs
         )
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def _indented(text: str) -> str:

@@ -22,8 +22,17 @@ upper promote upr://127.0.0.1:11210/default -p 7 --to 1000 --yes
 
 def add_arguments(parser: ArgumentParser) -> None:
     add_url(parser)
-    parser.add_argument("-p", "--partitions", type=partitions, required=True, metavar="N", help="which ones")
-    parser.add_argument("--to", type=number(0, 2**48 - 1), metavar="SEQNO", help="go back to here, or before")
+    parser.add_argument(
+        "-p",
+        "--partitions",
+        type=partitions,
+        required=True,
+        metavar="N",
+        help="partitions, such as 7 or 0-15",
+    )
+    parser.add_argument(
+        "--to", type=number(0, 2**48 - 1), metavar="SEQNO", help="go back to this seqno, or an earlier one"
+    )
     parser.add_argument("--dry-run", action="store_true", help="show where it would go, and change nothing")
     parser.add_argument("--yes", action="store_true", help="go back further than --to without asking")
 

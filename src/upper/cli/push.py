@@ -83,7 +83,11 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="read such settings from the lines of FILE: the place for passwords",
     )
     kafka.add_argument(
-        "--topic-replicas", type=number(1, 100), default=-1, metavar="N", help="of a topic that is created"
+        "--topic-replicas",
+        type=number(1, 100),
+        default=-1,
+        metavar="N",
+        help="replicas of a topic that is created (the default of the brokers)",
     )
     search = parser.add_argument_group("OpenSearch")
     search.add_argument("--index", metavar="INDEX", help="the index that gets the documents")

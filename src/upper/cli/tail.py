@@ -47,7 +47,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=Path, metavar="FILE", help="resume from this file, and save the position to it"
     )
-    parser.add_argument("-p", "--partitions", type=partitions, metavar="0-15,99", help="only these")
+    parser.add_argument(
+        "-p", "--partitions", type=partitions, metavar="0-15,99", help="only these partitions"
+    )
     parser.add_argument("--keys-only", action="store_true", help="do not send values")
     parser.add_argument("--key-prefix", metavar="TEXT", help="only keys with this prefix")
     parser.add_argument("--key-pattern", metavar="RE2", help="only keys in which this pattern is found")
