@@ -28,7 +28,7 @@ GROUPS: Final = {
 
 
 class Absent(Exception):
-    """A group cannot run here: a program that it needs is missing. Says which, and how to get it."""
+    """A group cannot run here: a program that it needs is missing. The message names it, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

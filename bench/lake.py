@@ -154,7 +154,7 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
         small = sync_of(directory / "small", little, runner)
         small.round()  # workers start, and import what they need
         small.refresh()
-        # Alternately, so that what else the machine does meets both alike; of each the better turn counts.
+        # In turns, so that other work on the machine affects both alike; the better turn of each counts.
         turns = [
             (sink(source, directory / "plain"), first_sync(directory / "big", running, runner))
             for _ in range(2)
@@ -171,7 +171,7 @@ def syncing(session: Any, running: Node, items: int, directory: Path, *, rounds:
             expected=">= 4x",
         )
         with upper.connect(running.url) as one, upper.connect(little.url) as other:
-            # Alternately, so that what else the machine does meets both alike.
+            # In turns, so that other work on the machine affects both alike.
             times: dict[str, list[float]] = {"large": [], "small": []}
             for number in range(2 + rounds):
                 times["large"].append(commit(large, one, number))
@@ -215,7 +215,7 @@ def looking_up(root: Path, items: int) -> Iterator[Row]:
     """Bytes that a process reads for one key, log and footers included, against those of `latest`."""
     lake = Lake(root)
     whole = sum(file.size for file in lake.latest.files())
-    # The load generator chooses partitions by number; the library stores keys where their hash says.
+    # The load generator chooses partitions by number; the library by the hash of the key.
     (row,) = query(root, "select text(key) as key from latest where partition = partition_of(key) limit 1")
     key = row["key"]
     for name, sql in {

@@ -144,7 +144,7 @@ def memory_of(pid: int) -> int:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Rss:"):
             return int(line.split()[1]) * 1024
-    raise Absent("the system does not say how much memory a process uses")
+    raise Absent("the system does not report how much memory a process uses")
 
 
 def free_port() -> int:

@@ -413,6 +413,6 @@ int main(int count, char **words) {
     else if (!strcmp(what, "drain")) drain();
     else if (!strcmp(what, "start")) start();
     else if (!strcmp(what, "loopback")) loopback();
-    else return fprintf(stderr, "the comment at the top of loadgen.c says how\n"), 2;
+    else return fprintf(stderr, "usage: see the comment at the top of loadgen.c\n"), 2;
     return 0;
 }

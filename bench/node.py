@@ -192,7 +192,7 @@ def backfill(quick: bool) -> Iterator[Row]:
             load("write", server.port, c=8, d=100, n=items // 8, V=STREAM_PARTITIONS)
             turns: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
             for _ in range(2 if quick else 5):
-                for dcp, done in turns.items():  # in turns, so that both meet the same machine
+                for dcp, done in turns.items():  # in turns, so that both run under the same load
                     done.append(load("drain", server.port, V=STREAM_PARTITIONS, n=1, D=dcp))
             for name, done in ((kernel, turns[0]), (f"{kernel} dcp", turns[1])):
                 found[name] = max(done, key=lambda turn: turn["items_per_second"])

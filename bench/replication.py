@@ -69,7 +69,7 @@ class Running:
     def _answer(self) -> dict[str, Any]:
         line = self._pipe(self._process.stdout).readline()
         if not line:
-            raise ChildProcessError("a node of the benchmark ended; its standard error says why")
+            raise ChildProcessError("a node of the benchmark ended; its standard error has the reason")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -194,7 +194,7 @@ def fill(engines: list[Engine], items: int) -> None:
 def writing(engines: list[Engine], batches: int, start: int = 0) -> dict[str, float]:
     """Items a second of each, in commits of a thousand; making the batches is not counted.
 
-    They take turns, and the median commit counts: whatever else the machine does meets all of them alike.
+    They take turns, and the median commit counts: other work on the machine affects all of them alike.
     """
     spent: dict[str, list[float]] = {engine.name: [] for engine in engines}
     for batch in range(batches):

@@ -283,7 +283,7 @@ class Story:
         self.nodes[name] = self.enter(name, ["serve", "--json", "--name", name, *place, *port])
 
     def status(self) -> dict[str, Any]:
-        """What `upper cluster status` says; without nodes before the first one has joined."""
+        """The output of `upper cluster status`; without nodes before the first one has joined."""
         # It fails where partitions are unavailable, and before the first node has joined.
         printed = run("cluster", "status", str(self.agreement), "--json", check=False)
         status: dict[str, Any] = json.loads(printed) if printed else {"nodes": [], "partitions": []}

@@ -76,7 +76,7 @@ def as_line(event: Event, more: dict[str, object]) -> bytes:
 def main(url: str, path: str, until: str | None = None) -> None:
     log = AuditLog(path)
     with upper.connect(url, patience=30) as bucket:
-        # Nothing has to be taken back: the line about the rollback is what an auditor wants to see.
+        # Nothing has to be taken back: the line about the rollback is part of the audit.
         feed = bucket.changes(
             since=log, until=until, on_rollback="continue", checkpoint_every=0.05, name="audit"
         )

@@ -191,7 +191,7 @@ def test_a_lake_of_an_import_is_read_like_any_other(
     assert "was made by `upper import` and follows no bucket" in capsys.readouterr().err
 
 
-def test_a_prune_says_which_commits_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prune_reports_which_commits_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lake, file = str(tmp_path / "lake"), tmp_path / "items.jsonl"
     for value in ("one", "two"):
         assert main(["import", str(write_rows(file, [{"key": "k", "value": value}])), lake]) == 0

@@ -69,7 +69,7 @@ def test_a_running_sync_has_what_a_failover_lost_and_the_content_of_the_rest(tmp
             cluster.until_in_sync()
             gone = {f"gone-{number}": "lost" for number in range(100)} | {"kept-7": "lost", "kept-8": "lost"}
             with locked(tmp_path / "cluster"):
-                cluster.kill("n2")  # it is in sync, as far as the map says, and stays so
+                cluster.kill("n2")  # it is in sync in the map, and stays so
                 bucket.set_many({key: value.encode() for key, value in gone.items()})
                 seen = len(kept) + len(gone)
                 until(lambda: len(rows(lake, "changes")) == seen, "the lake does not follow", log)

@@ -1,4 +1,4 @@
-"""What a page asks its reader to type, read from its fenced blocks.
+"""The commands of a page, read from its fenced blocks.
 
     console   `$ command` lines, each followed by what it prints; `...` stands for anything, in a line or as
               a line; `^C` ends a command that would go on

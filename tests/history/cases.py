@@ -21,7 +21,7 @@ LOG = log((NEW, 80), (MIDDLE, 50), (OLD, 0))
 
 @dataclass(frozen=True)
 class Case:
-    """A request, the producer that it meets, and what must come of it: a Seqno to roll back to, or a word."""
+    """A request, the state of the producer, and the expected answer: a seqno to roll back to, or a word."""
 
     name: str
     branch: BranchId

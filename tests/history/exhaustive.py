@@ -1,4 +1,4 @@
-"""A small world, every history of it: one partition on three copies, a few keys, a few events.
+"""Every history of a small model: one partition on three copies, a few keys, a few events.
 
 One copy is active and takes writes; the others follow it by obeying the resume decision, keep the states of
 their own snapshot ends to go back to, and may be made active in their turn. The active copy that was
@@ -52,7 +52,7 @@ class World(NamedTuple):
 
 
 class Divergence(AssertionError):
-    """A follower obeyed and does not hold what the active copy holds."""
+    """A follower rolled back as required and does not hold what the active copy holds."""
 
 
 @dataclass
@@ -67,12 +67,12 @@ class Explored:
     def __str__(self) -> str:
         return (
             f"{self.histories:,} histories, {self.states:,} distinct states, "
-            f"{self.handshakes:,} handshakes, {self.rollbacks:,} rollbacks obeyed"
+            f"{self.handshakes:,} handshakes, {self.rollbacks:,} rollbacks performed"
         )
 
 
 class Model:
-    """The events of the small world, under a given resume decision."""
+    """The events of the small model, under a given resume decision."""
 
     def __init__(self, rule: Decide = decide, *, keys: int = 2, followers: int = 2) -> None:
         self.keys = keys
@@ -98,7 +98,7 @@ class Model:
     # ── Following ─────────────────────────────────────────────────────────────────────────────────
 
     def handshake(self, copy: Copy, active: Copy) -> Copy:
-        """The follower asks and obeys until it may go on."""
+        """The follower sends requests, and rolls back as required, until one is accepted."""
         for _ in range(2 * MAX_IMAGES + 4):
             self.handshakes += 1
             branch = copy.log[0][0] if copy.log else 0
@@ -110,7 +110,7 @@ class Model:
                     self.rollbacks += 1
                     copy = self.gone_back(copy, to)
                 case Refuse(why=why):
-                    raise Divergence(f"an honest request was refused: {why}")
+                    raise Divergence(f"a truthful request was refused: {why}")
         raise Divergence("the handshake does not end")
 
     def claim(self, copy: Copy) -> tuple[int, int, int]:
@@ -255,7 +255,7 @@ class Model:
         return copy._replace(start=copy.seqno, end=copy.seqno, log=versions)
 
     def purge(self, copy: Copy) -> Copy:
-        """Forgets every deletion that may be forgotten."""
+        """Purges every deletion that may be purged."""
         last = self.last_purged(copy)
         gone = [item >> 9 for item in copy.items if item & 1 and item >> 9 <= last]
         if not gone:

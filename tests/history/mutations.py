@@ -1,7 +1,7 @@
 """Every comparison of the resume decision, broken in every way, and the tests that detect it.
 
 A mutant is the real source with one comparison operator exchanged for another. It is tried against the
-examples (`cases`) and against the small world (`exhaustive`). A mutant that answers exactly as the original
+examples (`cases`) and against the small model (`exhaustive`). A mutant that answers exactly as the original
 for every request there can be is listed in `SAME`, with the reason.
 """
 

@@ -198,7 +198,7 @@ class World:
             node.fetched = self.active.log
 
     def ask(self, node: Node, *, takeover: bool = False) -> None:
-        """One request and its answer. A rollback is obeyed; the next request is another event."""
+        """One request and its answer. A rollback is performed; the next request is another event."""
         active = self.active
         if (
             active is None
@@ -230,7 +230,7 @@ class World:
                 assert why
                 self.obey(node, node.stream.rollback_required(to))
             case Refuse(why):
-                raise AssertionError(f"an honest request was refused: {why}")
+                raise AssertionError(f"a truthful request was refused: {why}")
 
     def request(self, position: Position) -> StreamRequest:
         bounded = self.bounds and position.snapshot.end != NO_END

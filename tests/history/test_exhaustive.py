@@ -1,4 +1,4 @@
-"""Every history of a small world, and proof that the model detects broken rules."""
+"""Every history of a small model, and proof that the model detects broken rules."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_what_makes_no_difference_is_still_there() -> None:
 @pytest.mark.slow
 def test_the_page_lists_every_mutation_and_what_noticed_it() -> None:
     rows = [
-        "| was | became | example that notices | small world: shortest history that goes wrong |",
+        "| was | became | example that notices | small model: shortest history that goes wrong |",
         "|---|---|---|---|",
     ]
     for mutant in ALL:

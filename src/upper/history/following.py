@@ -8,7 +8,7 @@ handshake: failover log, rollback by the application, stream. It guarantees that
   Where it does not, the claim holds on an unchanged branch only: if the producer accepts it under a newer
   one, the consumer goes back to where the snapshot began;
 - a rollback leads to a snapshot end of this consumer, at or before the requested seqno, and always closer
-  to the beginning than before: a handshake ends, however many failovers it meets;
+  to the beginning than before: a handshake ends, however many failovers happen;
 - no stream is requested before the application has finished a rollback;
 - seqnos that do not grow and changes outside a snapshot are protocol errors.
 

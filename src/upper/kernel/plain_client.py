@@ -92,7 +92,7 @@ def _joined(opcode: int, parts: list[tuple[int, bytes, bytes]], extras: bytes) -
 
 
 def place(batch: list[T], placed: list[T | None]) -> list[T]:
-    """Put each response without a refusal where its opaque says; the others."""
+    """Put each successful response at the index of its opaque; returns the others."""
     others: list[T] = []
     for answer in batch:
         if len(answer) < 4:

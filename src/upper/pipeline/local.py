@@ -47,7 +47,7 @@ class LocalRunner:
             threading.Thread(target=work, name=f"worker-{number}", daemon=True).start()
         failures = []
         for number, answer in enumerate(answers, 1):
-            # All of them, also after a failure: a task that goes on would meet the next attempt.
+            # All of them, also after a failure: a task that continues would run beside the next attempt.
             if (error := answer.exception()) is not None:
                 failures.append(error)
             self._watch(number / len(tasks))

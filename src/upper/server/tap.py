@@ -86,7 +86,7 @@ class TapSubscription(Subscription):
         )
         self.position = at  # where it continues; inside a snapshot, the first one sent completes that
         self.empty = empty  # the client has nothing of this partition
-        self.oldest = oldest  # CAS of the oldest change that an empty client wants; None: everything there is
+        self.oldest = oldest  # CAS of the oldest change to send to an empty client; None: all changes
         self.branch = store.log.branch
 
 

@@ -80,7 +80,7 @@ def put(path: Path, text: str, *, mode: int = 0o644) -> None:
     """Write a file with this text unless it exists; its name depends on the text."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written aside and moved into place: another process may want it at this moment.
+        # Written under another name and renamed: another process may use it at this moment.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
             draft.write(text)
         os.chmod(draft.name, mode)

@@ -8,7 +8,7 @@ first, when no partition needs anything in them any more.
 
 The segment that is being written is longer than its frames: zeros are written ahead of them, because a sync
 of a file that became longer waits for the journal of the file system, too, and takes more than twice as long.
-Closing a segment or the journal truncates it to its frames; `frames` says what a crash may leave.
+Closing a segment or the journal truncates it to its frames; `frames` describes what a crash may leave.
 
 A batch is on disk when `append` returns. When it raises, the batch is not written, even if a later fdatasync
 succeeds, because the system may have dropped the pages. That segment then accepts no further batches, and

@@ -83,7 +83,7 @@ class Consumer:
                 self._obey(stream.rollback_required(to), copy, inside)
                 self.ask()
             case refused:
-                raise Broken(f"an honest request was refused: {refused}")
+                raise Broken(f"a truthful request was refused: {refused}")
 
     def _asked(self, node: SimNode, effects: FollowEffects, inside: bool) -> Answer:
         """What the node answers to a request."""

@@ -2,7 +2,7 @@
 // the moment, checks what a DCP consumer may rely on, and prints what it found as JSON.
 //
 // Input (standard input): the positions to resume from, {"7": {"uuid": "1", "seqno": 5, "start": 0, "end": 9}}.
-// A position that the server rolls back is resumed from where the answer says, as an application would.
+// A position that the server rolls back is resumed from the seqno of the answer, as an application would.
 package main
 
 import (
@@ -138,7 +138,7 @@ func fail(what string, err error) {
 	os.Exit(1)
 }
 
-// open asks for a stream, and goes back where the server says so.
+// open asks for a stream, and goes back where the server requires it.
 func (c *consumer) open(agent *gocbcore.DCPAgent, vb uint16, opened *sync.WaitGroup) {
 	uuid, _ := strconv.ParseUint(c.at.UUID, 10, 64)
 	end := gocbcore.SeqNo(0xffffffffffffffff)
