@@ -28,7 +28,7 @@ GROUPS: Final = {
 
 
 class Absent(Exception):
-    """A group cannot run here: a program that it needs is missing. The message names it, and how to get it."""
+    """A group cannot run here: a program that it needs is missing. The message names it and its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
