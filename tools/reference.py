@@ -17,7 +17,7 @@ from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from typing import Any
 
-from upper.cli.main import VERBS, load, parser_of
+from upper.cli.verbs import VERBS, load, parser_of
 
 WRITTEN = "<!-- Written by `python -m tools.reference {page}`; edit {source} instead. -->"
 

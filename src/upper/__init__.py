@@ -8,8 +8,8 @@ installed.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # what type checkers take for true; to import `typing` takes longer than all else here
 if TYPE_CHECKING:
     from upper import aio
     from upper.client.bucket import Bucket, connect

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import Run
 from upper.cli import completion
-from upper.cli.main import VERBS
+from upper.cli.verbs import VERBS
 
 
 def bash_completes(script: str, *line: str) -> list[str]:

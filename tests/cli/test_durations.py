@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from upper.cli.durations import seconds, some_seconds, whole_seconds
-from upper.cli.main import VERBS, load, parser_of
+from upper.cli.verbs import VERBS, load, parser_of
 
 FORMS = [("3", 3.0), ("0.5", 0.5), (".5", 0.5), ("1e3", 1000.0), ("500ms", 0.5), ("2s", 2.0), ("5 m", 300.0),
          ("1.5h", 5400.0), ("7d", 604800.0), ("0", 0.0), ("0s", 0.0)]  # fmt: skip

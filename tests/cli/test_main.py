@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import Run
-from upper.cli import main as frame
+from upper.cli import verbs as frame
 from upper.cli.common import URL
 from upper.cli.output import ExitCode, Output
 from upper.errors import Corrupt, Refused, Unreachable, UpperError
@@ -134,13 +134,13 @@ def test_an_error_is_one_sentence_and_an_exit_code(
 ) -> None:
     monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(error))
     monkeypatch.delenv("UPPER_DEBUG", raising=False)
-    assert frame.main(["completion"]) == code
+    assert frame.run(["completion"]) == code
     printed = capsys.readouterr().err
     assert printed.startswith(f"upper: {sentence}")
     assert printed.count("\n") == 1
 
     monkeypatch.setenv("UPPER_DEBUG", "1")
-    assert frame.main(["completion"]) == code
+    assert frame.run(["completion"]) == code
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -148,14 +148,14 @@ def test_ctrl_c_is_not_an_error_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(KeyboardInterrupt()))
-    assert frame.main(["completion"]) == ExitCode.INTERRUPTED
+    assert frame.run(["completion"]) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == ""
 
 
 def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upper.cli.completion", verb_that(ZeroDivisionError("ours")))
     with pytest.raises(ZeroDivisionError):
-        frame.main(["completion"])
+        frame.run(["completion"])
 
 
 def test_a_reader_that_goes_away_ends_the_program_quietly() -> None:

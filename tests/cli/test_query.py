@@ -184,7 +184,8 @@ def test_a_lake_without_its_files_gets_a_sentence(upper: Run, lake: Path, tmp_pa
 def test_a_base_installation_names_what_to_install(words: tuple[str, ...], tmp_path: Path) -> None:
     program = (
         "import sys\n"
-        "from upper.cli.main import PIPELINE, main\n"
+        "from upper.cli.main import main\n"
+        "from upper.cli.verbs import PIPELINE\n"
         "sys.modules.update(dict.fromkeys(PIPELINE))\n"
         "raise SystemExit(main(sys.argv[1:]))\n"
     )

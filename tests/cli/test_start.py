@@ -31,7 +31,7 @@ def test_it_starts_in_under_150_milliseconds(argument: str) -> None:
 @pytest.mark.parametrize(
     ("module", "rooms"),
     [
-        ("upper.cli.main", {"upper.cli", "upper.errors"}),
+        ("upper.cli.verbs", {"upper.cli", "upper.errors"}),
         # A key is read without anything that follows changes; the kernel cuts packets.
         (
             "upper.client.bucket",

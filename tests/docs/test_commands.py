@@ -16,7 +16,7 @@ import pytest
 from tests.docs.blocks import PAGES, STARTS_SPARK, TOP, Block, Step, blocks_of, pattern_of
 from tests.docs.shell import Shell, Trouble
 from tests.docs.test_make import RUN_BY_CI, TARGETS
-from upper.cli.main import VERBS, load, parser_of
+from upper.cli.verbs import VERBS, load, parser_of
 
 BLOCKS = {page: [block for block in blocks_of(page) if block.asks] for page in PAGES}
 PIECES = [block for page in PAGES for block in blocks_of(page) if block.option("of")]

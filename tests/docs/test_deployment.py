@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import TOP
-from upper.cli.main import load, parser_of
+from upper.cli.verbs import load, parser_of
 from upper.cluster.agreement.location import open_store
 from upper.cluster.identity import check_security
 from upper.server.settings import ServerSettings, Tls

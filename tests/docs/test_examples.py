@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs.blocks import TOP, Step, blocks_of
 from tests.docs.shell import Shell
-from upper.cli.main import VERBS, load
+from upper.cli.verbs import VERBS, load
 
 URL = "upr://127.0.0.1:11210/default"
 SECRET = "echo 'correct horse battery' |"

@@ -11,7 +11,7 @@ import pytest
 import upper
 from tests.docs.blocks import TOP
 from tools.reference import SETTINGS, cli_page, settings_page
-from upper.cli.main import VERBS, load, parser_of
+from upper.cli.verbs import VERBS, load, parser_of
 
 REFERENCE = TOP / "docs" / "reference"
 

@@ -18,8 +18,8 @@ from upper.apps.lake.follow import LakeFollower
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.schema import LakeLayout
 from upper.apps.lake.service import Service
-from upper.cli.main import load, parser_of
 from upper.cli.sync_config import read_config
+from upper.cli.verbs import load, parser_of
 from upper.server import stats
 from upper.server.metrics import NUMERIC
 

@@ -28,6 +28,7 @@ from upper.cluster.agreement.embedded import EmbeddedStore
 from upper.cluster.bucket_map import BucketSettings
 from upper.cluster.members import ClusterState, read_state
 from upper.errors import ClusterError, InvalidArguments, TimedOut
+from upper.pipeline.signals import stop_signals
 from upper.server.listen import bind
 
 AGREEMENT = "agreement"
@@ -40,9 +41,7 @@ def up(args: Namespace, out: Output) -> ExitCode:
     for number in range(args.nodes):  # before anything is written
         bind("127.0.0.1", _port(args.port, number), option="--port").close()
     args.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = stop_signals(twice=False)
     with _alone(args.data), closing(EmbeddedStore(args.data / AGREEMENT)) as store:
         known = read_state(store)
         if len(known.members) > args.nodes:

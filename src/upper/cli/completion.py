@@ -40,7 +40,7 @@ class Word:
 
 def words() -> Iterator[Word]:
     """Every verb, option and fixed choice, in the order in which help shows them."""
-    from upper.cli.main import VERBS, load, parser_of, top_parser
+    from upper.cli.verbs import VERBS, load, parser_of, top_parser
 
     yield from _of_parser((), top_parser())
     for name, (_, summary) in VERBS.items():

@@ -66,7 +66,7 @@ def teller(out: Output) -> Tell:
 
 def run_until_stopped(following: Follow, out: Output, *, once: bool) -> None:
     """Run the rounds and print the summary. Repairs and errors that are retried are logged."""
-    from upper.apps.lake.follow import stop_signals
+    from upper.pipeline.signals import stop_signals
 
     log_to_stderr(out)
     logging.getLogger("upper").setLevel(logging.INFO)

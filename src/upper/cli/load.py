@@ -10,6 +10,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING
 
+from upper.cli import interrupts
 from upper.cli.common import add_url, number, reach
 from upper.cli.durations import whole_seconds
 from upper.cli.output import ExitCode, Output
@@ -100,7 +101,8 @@ def run(args: Namespace, out: Output) -> ExitCode:
     except (KeyboardInterrupt, Unreachable) as error:
         if not (done := result.sets + result.deletes):
             raise
-        stopped = isinstance(error, KeyboardInterrupt)
+        if stopped := isinstance(error, KeyboardInterrupt):
+            interrupts.handled()
         code = ExitCode.INTERRUPTED if stopped else ExitCode.UNREACHABLE
         out.note(
             f"upper: {'interrupted' if stopped else error}; {done:,} of {total:,} operations are confirmed, "

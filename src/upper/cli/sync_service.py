@@ -9,13 +9,14 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from upper.apps.lake.follow import LakeFollower, Report, SyncSettings, SyncTotals, stop_signals
+from upper.apps.lake.follow import LakeFollower, Report, SyncSettings, SyncTotals
 from upper.apps.lake.service import LakeMetrics, Service
 from upper.apps.lake.store import LakeStore
 from upper.apps.lake.sync import SyncRound
 from upper.cli.output import Output
 from upper.cli.sync_config import LakeConfig, read_config
 from upper.pipeline.metrics import MetricsServer
+from upper.pipeline.signals import stop_signals
 
 
 def serve_config(path: Path, port: int | None, out: Output, *, stopping: Callable[[], None]) -> None:

@@ -7,7 +7,6 @@ what a failed one did not. An error in the lake itself ends the sync.
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from upper.apps.lake.sync import Sync, SyncRound
 from upper.apps.typed.definitions import TypedTable
 from upper.apps.typed.definitions import apply as define
 from upper.errors import InvalidArguments
+from upper.pipeline.signals import stop_signals
 from upper.pipeline.source import BucketSource
 from upper.pipeline.stopping import StopDeadline, StoppableRunner
 from upper.pipeline.target import NoWorkers, Runner
@@ -320,22 +320,3 @@ def _add(progress: SyncTotals, done: SyncRound, began: float) -> None:
     progress.last_commit = done.number or progress.last_commit
     progress.doing = ""
     progress.seconds = time.monotonic() - began
-
-
-def stop_signals(announce: Callable[[], None]) -> threading.Event:
-    """Set by SIGTERM and SIGINT: the round under way ends, or is abandoned, and then the sync ends.
-
-    A second Ctrl-C does not wait: what is not committed then is read again by the next sync.
-    """
-    stopping = threading.Event()
-
-    def stop_now(number: int, _: object) -> None:
-        stopping.set()
-        announce()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop_now)
-    return stopping
