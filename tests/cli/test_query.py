@@ -107,6 +107,28 @@ def test_fields_of_json_are_read_from_a_value_as_from_json(tmp_path: Path) -> No
     assert rows("""'{"city": "Oslo"}'->>'city'""")[0] == ("Oslo",)
 
 
+@pytest.mark.parametrize(
+    "sql",
+    ["select value->'city' from latest", "select l.value -> 'a' ->> 'b' from latest l",
+     "select json_extract(value, '$.city') from latest", "select JSON_KEYS(l.value) from latest l"],
+)  # fmt: skip
+def test_json_of_a_blob_is_null_and_a_line_names_the_remedy(upper: Run, lake: Path, sql: str) -> None:
+    done = upper("query", str(lake), sql)
+    assert done.returncode == 0
+    assert done.stderr.endswith("return null for a BLOB such as value; write doc(value)\n")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["select value->>'city' from latest", "select doc(value)->'city' from latest", "select key from lost",
+     "select json_extract(doc(value), '$.city') from latest", "select list_sum([seqno]) from changes"],
+)  # fmt: skip
+def test_other_queries_print_rows_alone(upper: Run, lake: Path, sql: str) -> None:
+    done = upper("query", str(lake), sql)
+    assert (done.returncode, done.stderr) == (0, ""), sql
+
+
 def test_a_query_reads_no_file_in_threads_of_its_own(lake: Path) -> None:
     """They can leave a query of DuckDB 2.0.0 waiting for ever."""
     (row,) = query(lake, "select current_setting('read_ahead_depth') as depth")

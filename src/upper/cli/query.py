@@ -14,6 +14,7 @@ position of `changes`.
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, Namespace
 
 from upper.cli.common import add_lake, lake_of
@@ -27,6 +28,10 @@ upper query ./lake "select partition, seqno, key, why from lost"
 upper query ./lake "select count(*) from current" --after 528:201@52125187200004 --timeout 10s
 upper query ./lake "copy latest to 'latest.csv'" --allow-files
 """
+# DuckDB's operator and functions read a BLOB in its text notation, which is no JSON: the result is null.
+JSON_OF_BLOB = re.compile(
+    r"\b(?:(key|value)\s*->(?!>)|json_\w+\s*\(\s*(?:\w+\.)?(key|value)\b)", re.IGNORECASE
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -47,4 +52,9 @@ def run(args: Namespace, out: Output) -> ExitCode:
             **waiting,
         )
         out.show(rows, empty="no rows")
+    if found := JSON_OF_BLOB.search(args.sql):
+        name = found[1] or found[2]
+        out.note(
+            f"upper: JSON operators and functions return null for a BLOB such as {name}; write doc({name})"
+        )
     return ExitCode.OK
