@@ -16,6 +16,7 @@ from upper.client.position_codec import ResumePoints
 from upper.history.following import (
     FLOWING,
     Clear,
+    ConsumerStream,
     Deliver,
     Following,
     Over,
@@ -24,7 +25,6 @@ from upper.history.following import (
     Stop,
     TakeState,
 )
-from upper.history.stream import ConsumerStream
 from upper.model.messages import (
     Change,
     DeletionMessage,

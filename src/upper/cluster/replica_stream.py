@@ -17,8 +17,7 @@ from typing import TypeAlias
 from upper import kernel
 from upper.cluster.bucket_map import Epoch
 from upper.errors import RemoteProtocolError
-from upper.history.following import Clear, Following, RequestStream, Stop
-from upper.history.stream import ConsumerStream
+from upper.history.following import Clear, ConsumerStream, Following, RequestStream, Stop
 from upper.history.trail import Trail
 from upper.model.messages import (
     DeletionMessage,

@@ -3,7 +3,6 @@
 from upper.server.commands import (
     counters,
     keys,
-    locks,
     meta,
     observe,
     partitions,
@@ -16,7 +15,6 @@ from upper.server.commands import (
 __all__ = [
     "counters",
     "keys",
-    "locks",
     "meta",
     "observe",
     "partitions",

@@ -1,4 +1,6 @@
-"""Writing: set, add, replace, delete, append, prepend, flush.
+"""Writing: set, add, replace, delete, append, prepend, flush; get-and-lock and unlock.
+
+A lock is a change: it has a seqno, and its record carries the time at which it ends.
 
 Each answer carries the CAS of the change (a DELETE's only for clients that sent HELLO: plain memcached
 clients do not expect one) and, if HELLO requested it, the mutation token: branch and seqno.
@@ -13,7 +15,7 @@ from upper.server.commands.keys import deadline
 from upper.server.table import Call, Reply, handles
 from upper.storage import Mode, WriteResult
 from upper.wire.codes import DataType, Feature, Opcode
-from upper.wire.extras import STORE
+from upper.wire.extras import DEFAULT_LOCK, STORE
 
 MODES = {
     Opcode.SET: Mode.SET,
@@ -118,6 +120,21 @@ def extend(call: Call) -> Reply:
         call.key, value, flags=item.flags, expiration=item.expiration, cas=call.cas, data_type=0
     )
     return written(call, change)
+
+
+@handles(Opcode.GET_LOCKED, role=Role.READ | Role.WRITE, state=State.ACTIVE, large=True)
+def get_and_lock(call: Call) -> Reply:
+    asked = int.from_bytes(call.extras, "big")
+    seconds = min(asked or DEFAULT_LOCK, call.node.settings.limits.lock)
+    # The present second has begun already, and a lock lasts no shorter than requested.
+    item = call.store.lock(call.key, call.bucket.clock.lock_seconds() + 1 + seconds)
+    # The holder of the lock gets the true CAS, which unlocks the item.
+    return Reply(cas=item.cas, extras=item.flags.to_bytes(4, "big"), value=item.value)
+
+
+@handles(Opcode.UNLOCK_KEY, role=Role.WRITE, state=State.ACTIVE)
+def unlock(call: Call) -> Reply:
+    return written(call, call.store.unlock(call.key, call.cas), cas=False)
 
 
 @handles(Opcode.FLUSH, quiet=(Opcode.FLUSHQ,), role=Role.WRITE, waits=True)
