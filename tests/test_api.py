@@ -49,7 +49,7 @@ def test_type_checkers_and_the_interpreter_find_the_same_things() -> None:
     assert set(typed) == set(upper.__all__)
 
 
-def test_importing_upper_imports_no_room() -> None:
+def test_importing_upper_imports_no_subpackage() -> None:
     program = "import sys, upper; print([m for m in sys.modules if m.startswith('upper.')])"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

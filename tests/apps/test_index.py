@@ -238,7 +238,7 @@ def test_an_index_is_searched_while_another_build_of_it_is_made(world: World, tm
     assert [report.state for report in reports(world.lake)] == ["ready"]
 
 
-def test_a_worker_that_was_forgotten_changes_nothing(world: World, tmp_path: Path) -> None:
+def test_a_task_of_an_earlier_driver_changes_nothing(world: World, tmp_path: Path) -> None:
     output = IndexOutput(world.lake, read(world.root, "all"))
     stale = IndexOutput(world.lake, read(world.root, "all"))
     tasks: list[IndexGroup] = []

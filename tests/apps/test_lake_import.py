@@ -253,7 +253,7 @@ def test_a_lake_follows_a_bucket_or_is_imported_and_never_both(
     assert not (tmp_path / "new").exists()
 
 
-def test_a_lake_stands_where_a_url_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lake_is_accepted_in_place_of_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPPER_URL", "upr://127.0.0.1:1/default")
     file = write_rows(tmp_path / "items.jsonl", [{"key": "a", "value": 1}])
     assert main(["import", str(file), str(tmp_path / "lake"), "--key", "key"]) == 0

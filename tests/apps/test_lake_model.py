@@ -345,7 +345,7 @@ def test_a_version_that_was_never_seen_comes_back_with_a_failover(tmp_path: Path
     assert b"overwritten before it was read" in world.rows(LATEST)["value"].to_pylist()
 
 
-def test_a_failover_behind_the_last_one_is_met_on_the_branch_before_it(tmp_path: Path) -> None:
+def test_a_failover_behind_the_last_one_diverges_on_the_branch_before_it(tmp_path: Path) -> None:
     """The newest branch is unknown to the node then, and still not everything is lost."""
     world = World(tmp_path)
     for number in range(6):

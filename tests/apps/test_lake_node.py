@@ -199,14 +199,14 @@ def test_a_lake_behind_its_bucket_is_compared_where_it_stands(following: Followi
     assert verdict.moved == 60
 
 
-def test_a_lake_is_not_turned_over_to_another_bucket(following: Following, tmp_path: Path) -> None:
+def test_a_lake_does_not_follow_another_bucket(following: Following, tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="follows the bucket 'default' with 16 partitions"):
         Lake.create(following.root, LakeLayout("other", 16, 4))
     with pytest.raises(BadCheckpoint, match="there is no lake"):
         Lake(tmp_path / "elsewhere")
 
 
-def test_a_bucket_of_the_same_name_that_has_another_history_is_refused_unless_one_insists(
+def test_a_bucket_of_the_same_name_with_another_history_is_refused_without_the_option(
     following: Following, node: Node, bucket: Any, tmp_path: Path
 ) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(300)})
@@ -231,7 +231,7 @@ def test_a_bucket_of_the_same_name_that_has_another_history_is_refused_unless_on
         going_on.feed.close()
 
 
-def test_one_partition_that_begins_anew_is_a_rollback_like_any_other(
+def test_a_single_partition_without_common_history_is_an_ordinary_rollback(
     following: Following, node: Node, bucket: Any
 ) -> None:
     bucket.set_many({f"k{i}": b"one" for i in range(300)})
@@ -286,7 +286,7 @@ def test_a_lake_is_made_where_nothing_is_in_the_way(following: Following, node: 
         (["--every", "soon"], "'soon' is not a duration"),
     ],
 )
-def test_a_sync_that_cannot_be_meant_is_refused_in_a_sentence(
+def test_a_sync_with_contradictory_arguments_is_refused_in_a_sentence(
     options: list[str], reported: str, node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

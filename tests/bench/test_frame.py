@@ -47,7 +47,7 @@ def test_an_expectation_is_about_the_value_or_with_an_x_about_the_ratio(
     assert row(expected=expected, ratio=ratio).met is met
 
 
-def test_a_line_names_what_fell_short_and_which_peer_was_absent() -> None:
+def test_a_line_names_missed_expectations_and_absent_peers() -> None:
     assert main.line(row(expected="<= 3")).endswith("<= 3  MISSED")
     assert "MISSED" not in main.line(row(expected="<= 5"))
     assert "memcached is absent" in main.line(row(expected=">= 1x", against="memcached is absent"))

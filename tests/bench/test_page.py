@@ -39,7 +39,7 @@ SOME = (
 )
 
 
-def test_the_page_names_what_falls_short_and_nothing_else() -> None:
+def test_the_page_names_missed_expectations_and_nothing_else() -> None:
     text = pages.page(results(*SOME), [])
     assert "Of 4 measurements 3 have an expectation, and 2 meet it." in text
     assert "1 more could not be judged" in text
@@ -51,13 +51,13 @@ def test_the_page_names_what_falls_short_and_nothing_else() -> None:
     assert "memcached is absent" in text
 
 
-def test_a_steep_curve_is_not_called_harmless() -> None:
+def test_a_steep_curve_is_not_reported_as_flat() -> None:
     steep = Row(name="writing items", value=1.9, unit="exponent", expected="<= 1.15")
     assert "no cost grows faster" in pages.page(results(*SOME), [])
     assert "no cost grows faster" not in pages.page(results(steep), [])
 
 
-def test_everything_that_is_written_leads_somewhere_and_is_the_same_twice(tmp_path: Path) -> None:
+def test_every_link_of_the_page_has_a_file_and_writing_twice_gives_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for name in ("one", "two"):
         pages.write(results(*SOME), tmp_path / name)

@@ -52,7 +52,7 @@ def test_the_help_of_a_verb_loads_nothing_heavy_and_no_other_verb(verb: str) -> 
 
 
 @pytest.mark.parametrize("verb", frame.VERBS)
-def test_a_verb_is_whole(verb: str) -> None:
+def test_a_verb_has_a_help_text_and_examples(verb: str) -> None:
     module = frame.load(verb)
     assert module.__doc__, "the docstring of a verb is its help"
     examples = module.EXAMPLES.strip().splitlines()
@@ -84,7 +84,7 @@ def test_the_version_names_python_and_the_kernel(upper: Run) -> None:
     assert shown.returncode == ExitCode.OK
 
 
-def test_no_verb_is_a_question_about_usage(upper: Run) -> None:
+def test_without_a_verb_the_usage_is_printed(upper: Run) -> None:
     asked = upper()
     assert asked.returncode == ExitCode.USAGE
     assert "usage: upper VERB" in asked.stderr

@@ -59,7 +59,7 @@ def test_one_value_is_a_line_a_field() -> None:
     assert shown({"ok": True, "lost": None}) == "ok    yes\nlost  -\n"
 
 
-def test_no_value_is_a_word_in_text_and_no_line_of_json() -> None:
+def test_an_empty_result_is_a_word_in_text_and_no_line_of_json() -> None:
     assert shown([], empty="sound") == "sound\n"
     assert shown([], as_json=True, empty="sound") == ""
 
@@ -137,7 +137,7 @@ def test_json_of_many_is_written_as_it_becomes_known() -> None:
     assert stdout.getvalue() == '{"n": 1}\n{"n": 2}\n'
 
 
-def test_prose_is_for_people_only() -> None:
+def test_with_json_sentences_are_not_printed_and_notes_go_to_standard_error() -> None:
     stdout, stderr = io.StringIO(), io.StringIO()
     out = Output(as_json=True, stdout=stdout, stderr=stderr)
     out.say("ready")

@@ -39,7 +39,7 @@ def test_it_starts_in_under_150_milliseconds(argument: str) -> None:
         ),
     ],
 )
-def test_it_loads_only_the_rooms_it_needs(module: str, rooms: set[str]) -> None:
+def test_it_loads_only_the_packages_it_needs(module: str, rooms: set[str]) -> None:
     program = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60)
     ours = [name for name in done.stdout.decode().split() if name.startswith("upper.")]

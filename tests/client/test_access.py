@@ -77,7 +77,7 @@ def test_wrong_and_missing_credentials_have_different_errors(guarded: tuple[Node
             list(bucket.changes(until="now"))
 
 
-def test_without_tls_a_guarded_node_is_out_of_reach(guarded: tuple[Node, Path]) -> None:
+def test_a_client_without_tls_cannot_use_a_node_with_tls(guarded: tuple[Node, Path]) -> None:
     node, _ = guarded
     with pytest.raises(upper.UpperError):
         upper.connect(node.url, timeout=3)

@@ -51,7 +51,7 @@ def rows(feed: Feed[pa.RecordBatch]) -> list[dict[str, Any]]:
     return [row for batch in batches for row in batch.to_pylist()]
 
 
-def test_everything_that_is_there_and_then_it_ends(bucket: Bucket) -> None:
+def test_a_feed_until_now_delivers_all_changes_and_ends(bucket: Bucket) -> None:
     bucket.set_many((f"k{n}", f"v{n}") for n in range(500))
     bucket.delete_many([f"k{n}" for n in range(100)])
     with bucket.changes(until="now") as feed:
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_something_else_is_refused(bucket: Bucket, tmp_path: Pat
         bucket.changes(since=other)
 
 
-def test_less_than_everything_is_less_and_still_moves_on(bucket: Bucket) -> None:
+def test_a_filtered_feed_has_matching_changes_only_and_still_advances(bucket: Bucket) -> None:
     bucket.set_many((f"a{n}", "long" * 100) for n in range(100))
     bucket.set_many((f"b{n}", "long" * 100) for n in range(100))
     bucket.delete_many(f"a{n}" for n in range(10))

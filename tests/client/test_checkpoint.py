@@ -113,7 +113,7 @@ def test_a_place_inside_a_snapshot_is_not_kept() -> None:
         Positions({Partition(0): inside})
 
 
-def test_a_seqno_without_a_branch_means_nothing() -> None:
+def test_a_seqno_without_a_branch_is_refused() -> None:
     with pytest.raises(ValueError, match="seqno 5 has no branch"):
         Positions({Partition(0): Position.at(BranchId(0), Seqno(5))})
 

@@ -85,7 +85,7 @@ def cut_inside_a_snapshot(bulk: bool) -> tuple[Follower, Reader[Any]]:
 
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["events", "columns"])
-def test_nothing_that_follows_a_claim_that_did_not_hold_is_delivered_and_nothing_before_it_is_lost(
+def test_after_an_invalid_claim_nothing_is_delivered_and_nothing_before_it_is_lost(
     bulk: bool,
 ) -> None:
     """The history branched between the log and the stream, and its changes are already on their way."""

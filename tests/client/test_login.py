@@ -82,7 +82,7 @@ def sign_in(
         ("PLAIN", "PLAIN"),
     ],
 )
-def test_the_strongest_way_in_is_taken(offered: str, used: str) -> None:
+def test_the_strongest_login_mechanism_is_used(offered: str, used: str) -> None:
     node = Node(offered)
     sign_in(node)
     assert node.used == used
@@ -112,14 +112,14 @@ def test_a_node_that_cannot_prove_itself_is_not_trusted() -> None:
 @pytest.mark.parametrize(
     "lie", [b"r=other,s=QUJD,i=4096", b"r=clientx,s=QUJD,i=1", b"r=clientx,i=4096", b"\xff"]
 )
-def test_a_challenge_that_makes_no_sense_is_not_answered(lie: bytes) -> None:
+def test_an_invalid_challenge_is_not_answered(lie: bytes) -> None:
     node = Node("SCRAM-SHA-256")
     node.tamper = lambda data: lie if data.startswith(b"r=") else data
     with pytest.raises(AuthenticationFailed, match="do not trust this node"):
         sign_in(node)
 
 
-def test_unknown_ways_in_are_named() -> None:
+def test_unknown_login_mechanisms_are_named() -> None:
     with pytest.raises(AuthenticationFailed, match="CRAM-MD5"):
         sign_in(Node("CRAM-MD5"))
 

@@ -84,7 +84,7 @@ def test_a_rollback_leads_to_the_newest_place_of_ones_own_before_it() -> None:
     assert (request.start, request.branch) == (6, A)
 
 
-def test_the_application_may_go_back_further_and_is_believed() -> None:
+def test_the_application_may_go_back_further_than_requested() -> None:
     consumer = PartitionConsumer(P, known(3, 6, 9))
     consumer.open()
     consumer.on_rollback(Seqno(8))
@@ -249,7 +249,7 @@ def test_any_other_end_of_a_stream_does_not_end_the_consumer(reason: EndReason) 
     )
 
 
-def test_what_cannot_be_is_not_believed() -> None:
+def test_a_change_outside_a_snapshot_or_before_the_position_is_rejected() -> None:
     consumer = PartitionConsumer(P, known(3))
     flowing(consumer, log((A, 0)))
     with pytest.raises(RemoteProtocolError):

@@ -59,7 +59,7 @@ def test_attributes_that_are_cut_off_are_refused(attributes: dict[str, bytes], c
 
 
 @given(st.binary(max_size=80))
-def test_bytes_of_strangers_are_split_or_refused(value: bytes) -> None:
+def test_arbitrary_bytes_are_split_or_refused(value: bytes) -> None:
     try:
         attributes, document = split(value)
     except BadLength:

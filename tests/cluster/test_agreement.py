@@ -217,7 +217,7 @@ def test_etcd_that_is_away_is_an_unknown_outcome_and_comes_back(tmp_path: Path) 
     etcd.stop()
 
 
-def test_an_endpoint_that_is_down_is_passed_over(etcd: Etcd) -> None:
+def test_an_endpoint_that_is_down_is_skipped(etcd: Etcd) -> None:
     store = EtcdStore([("127.0.0.1", free_port()), ("127.0.0.1", etcd.port)], "endpoints")
     assert store.put_if("map", b"1", revision=ABSENT), (
         "nothing was sent to the first one, so trying on is safe"

@@ -116,7 +116,7 @@ def test_whatever_ends_the_demo_ends_its_processes(tmp_path: Path, number: signa
     _all_end(tmp_path)
 
 
-def test_a_demo_that_was_left_running_is_not_swept_away_by_the_next(tmp_path: Path) -> None:
+def test_a_demo_that_was_left_running_is_not_deleted_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     data = tmp_path / "demo" / "node"
     guard = Guard()

@@ -112,7 +112,7 @@ def test_the_examples_of_a_verb_are_understood_by_it(verb: str) -> None:
         understood(words)
 
 
-def test_commands_stand_where_a_test_finds_them() -> None:
+def test_commands_are_in_blocks_that_tests_run() -> None:
     command = re.compile(r"(\$ |upper |make |pip )")
     for page in PAGES:
         hidden = [
@@ -169,7 +169,7 @@ def test_what_runs_in_the_background_ends_with_the_page(tmp_path: Path) -> None:
     assert shell.running() == []
 
 
-def test_what_a_page_started_ends_though_its_reader_was_killed(tmp_path: Path) -> None:
+def test_processes_of_a_page_end_although_the_test_was_killed(tmp_path: Path) -> None:
     reader = f"""if True:
         import sys
         from pathlib import Path

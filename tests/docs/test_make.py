@@ -74,7 +74,7 @@ def test_every_make_of_a_page_is_run_as_it_stands() -> None:
         )
 
 
-def test_what_is_checked_elsewhere_is_what_people_run_here() -> None:
+def test_workflows_run_targets_of_the_makefile_only() -> None:
     for workflow in (TOP / ".github" / "workflows").glob("*.yml"):
         commands = re.findall(r"^ *- run: (.+)$", workflow.read_text(), re.MULTILINE)
         assert commands
@@ -86,7 +86,7 @@ def test_what_is_checked_elsewhere_is_what_people_run_here() -> None:
 # ── Verbs that are run here ───────────────────────────────────────────────────────────────────────
 
 
-def test_make_alone_lists_every_verb(clone: Path) -> None:
+def test_make_alone_lists_every_target(clone: Path) -> None:
     assert set(re.findall(r"^  make (\w+) ", make(at=clone), re.MULTILINE)) == TARGETS
 
 
@@ -100,7 +100,7 @@ def test_without_a_python_that_is_new_enough_it_names_what_is_needed(clone: Path
     assert not (clone / ".venv").exists()
 
 
-def test_make_format_leaves_alone_what_make_check_is_content_with(clone: Path) -> None:
+def test_make_format_does_not_change_what_make_check_accepts(clone: Path) -> None:
     before = files(clone)
     (clone / "src" / "upper" / "odd.py").write_text("x  =  {  'a':1 }\n")
     make("format", at=clone)

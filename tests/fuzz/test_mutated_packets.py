@@ -105,7 +105,7 @@ def test_a_client_reads_messages_or_raises_a_protocol_error(
 
 @settings(max_examples=5 * USUAL)
 @given(mutated(), st.none() | ANY_DIALECT)
-def test_pictures_are_drawn_of_anything_that_can_be_read(data: bytes, dialect: Dialect | None) -> None:
+def test_every_packet_that_can_be_read_can_be_shown(data: bytes, dialect: Dialect | None) -> None:
     try:
         for picture in pictures(data, dialect):
             assert picture.table()

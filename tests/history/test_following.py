@@ -353,7 +353,7 @@ def test_a_consumer_that_is_done_or_rolls_back_requests_no_stream_even_after_a_l
     assert rolling.ask() == (RequestStream(START),)
 
 
-def test_an_accepted_stream_without_its_log_is_no_use() -> None:
+def test_an_accepted_stream_without_its_log_is_refused() -> None:
     stream = ConsumerStream()
     stream.ask()
     with pytest.raises(LocalProtocolError, match="request the log"):

@@ -113,7 +113,7 @@ def test_without_any_common_place_the_beginning_is_chosen() -> None:
     assert common_point([], LOG, high=Seqno(100)) == START
 
 
-def test_places_behind_purged_deletions_are_no_common_places() -> None:
+def test_positions_before_purged_deletions_are_not_common_points() -> None:
     known = [Position.at(NEW, Seqno(60)), Position.at(NEW, Seqno(90))]
     assert common_point(known, LOG, high=Seqno(100), purged=Seqno(70)) == known[1]
 

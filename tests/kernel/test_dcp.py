@@ -90,7 +90,7 @@ def test_records_come_back_as_they_went(kernel: ModuleType, records: list[bytes]
 
 
 @given(stream=st.lists(dcp_changes(), max_size=8))
-def test_what_dcp_adds_is_left_behind(kernel: ModuleType, stream: list[bytes]) -> None:
+def test_fields_that_dcp_adds_are_dropped(kernel: ModuleType, stream: list[bytes]) -> None:
     records = kernel.records(b"".join(stream), 0, sum(map(len, stream)), dcp=True)
     for record, packet_ in zip(records, stream, strict=True):
         assert kernel.scan(record, 0, numbers()) == (len(record), 1, [])

@@ -284,7 +284,7 @@ def test_a_read_waits_exactly_for_what_is_not_durable(kernel: ModuleType) -> Non
         b"\x80\x00\x00\x01\x00" + bytes(3) + b"\xff\xff\xff\xff" + bytes(13),
     ],
 )
-def test_what_needs_thought_stops_the_run_untouched(kernel: ModuleType, request_: bytes) -> None:
+def test_a_request_for_the_handlers_stops_the_run_unchanged(kernel: ModuleType, request_: bytes) -> None:
     store = Store().holding(
         change(b"typed", b"{}", data_type=1),
         change(b"locked", b"1", lock_time=NOW + 6),

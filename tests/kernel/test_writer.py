@@ -110,7 +110,7 @@ def test_its_checksum_is_that_of_zlib(data: bytes, start: int, before: int) -> N
         assert compiled.crc32(part, before) == crc32(part, before)
 
 
-def test_it_rings_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
+def test_its_file_becomes_readable_once_for_each_batch(writer: Writer, tmp_path: Path) -> None:
     with opened(tmp_path / "log") as fd:
         for number in range(50):
             assert not rings(writer)
@@ -198,7 +198,7 @@ def test_closing_waits_for_what_is_under_way(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == frame(1, 0, b"".join(batch))
 
 
-def test_letting_go_of_it_ends_its_thread(tmp_path: Path) -> None:
+def test_deleting_it_ends_its_thread(tmp_path: Path) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/task"))
 

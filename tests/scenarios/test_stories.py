@@ -120,7 +120,7 @@ def test_the_same_seed_is_the_same_story() -> None:
     assert first[0].counts == second[0].counts
 
 
-def test_failover_takes_back_only_what_the_new_master_never_saw() -> None:
+def test_a_failover_undoes_only_changes_that_the_new_active_copy_lacks() -> None:
     world = World(1, partitions=1, node_count=2)
     consumer = Consumer(world, Memory())
     for _ in range(5):
@@ -293,7 +293,7 @@ def test_a_node_that_falls_silent_is_given_up_and_found_again() -> None:
     check(world, consumer)
 
 
-def test_an_application_that_is_long_at_work_does_not_take_the_node_for_dead() -> None:
+def test_a_slow_application_does_not_count_the_node_as_dead() -> None:
     world = World(7, partitions=1, node_count=1)
     consumer = Consumer(world, Memory(), noop=2)
     world.write()

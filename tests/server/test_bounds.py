@@ -208,7 +208,7 @@ def test_answers_that_wait_for_the_disk_are_bounded_over_all_connections(tmp_pat
         assert not node.counters.dead_peers, "a slow disk is no fault of the peers"
 
 
-def test_a_peer_that_vanishes_without_a_word_is_noticed_by_tcp(tmp_path: Path) -> None:
+def test_a_peer_that_disappears_without_closing_is_detected_by_tcp(tmp_path: Path) -> None:
     settings = ServerSettings(port=0, limits=Limits(keepalive=20))
     with Running(tmp_path / "data", settings) as running, running.peer() as peer:
         peer.ask(Opcode.NOOP)

@@ -229,7 +229,7 @@ def test_what_was_asked_before_a_broken_frame_is_answered_when_the_disk_has_it(
         assert other.get(b"later").status == Status.KEY_NOT_FOUND
 
 
-def test_what_comes_behind_a_quit_is_not_looked_at(running: Running) -> None:
+def test_requests_after_a_quit_are_not_processed(running: Running) -> None:
     with running.peer() as peer, running.peer() as other:
         running.disk.hold()
         ask(peer, Opcode.SET, b"k", opaque=1, value=b"v")

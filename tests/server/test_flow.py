@@ -193,7 +193,7 @@ def test_keys_only_leaves_values_out(node: Node) -> None:
         assert (change.key, change.value, change.seqno) == (b"b", b"", 2)
 
 
-def test_accept_vbuckets_guards_against_streams_that_were_not_meant(peer: Peer) -> None:
+def test_accept_vbuckets_refuses_streams_of_other_partitions(peer: Peer) -> None:
     peer.control("accept.vbuckets", "0-3,7")
     assert isinstance(peer.follow(5, opaque=1), Refusal)
     peer.accepted(7)

@@ -374,7 +374,7 @@ def test_a_named_tap_client_that_comes_back_gets_only_the_partitions_it_lists(no
             assert client.changes(1)[0].key == b"here"
 
 
-def test_a_tap_client_is_hung_up_on_when_a_partition_of_its_leaves(node: Node) -> None:
+def test_a_tap_client_is_disconnected_when_one_of_its_partitions_leaves(node: Node) -> None:
     with Peer(node, TAP) as client, Peer(node, TAP) as elsewhere, Peer(node, None) as admin:
         client.send(TapConnect())
         elsewhere.send(TapConnect(partitions=(Partition(3),)))
@@ -443,7 +443,7 @@ def test_a_named_tap_client_receives_what_was_deleted_while_a_partition_was_away
             assert keys(client.until(lambda m: getattr(m, "key", b"") == b"end")) == [b"k5", b"end"]
 
 
-def test_a_dead_copy_that_is_thrown_away_is_nothing_to_a_tap_client(node: Node) -> None:
+def test_deleting_a_dead_copy_sends_nothing_to_a_tap_client(node: Node) -> None:
     with Peer(node, TAP) as client, Peer(node, None) as admin:
         admin.set(b"k", b"v")
         admin.ask(Opcode.SET_VBUCKET_STATE, extras=DEAD)

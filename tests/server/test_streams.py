@@ -150,7 +150,7 @@ def test_backfill_and_live_meet_without_gap_or_repeat_while_others_write(node: N
     assert seqnos == list(range(1, total + 1))
 
 
-def test_what_is_fed_to_all_alike_is_what_is_fed_to_one_by_itself(node: Node) -> None:
+def test_streams_in_step_receive_the_bytes_that_a_single_stream_receives(node: Node) -> None:
     """Streams without an end share their bytes, one with a distant end does not; both receive the same."""
     from upper.model.messages import Request
 

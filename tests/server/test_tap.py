@@ -299,7 +299,7 @@ def test_tap_clients_are_among_the_streams(node: Node) -> None:
         assert rows[f"{number}:remaining"] == "0"
 
 
-def test_how_far_a_tap_client_is_can_be_seen(node: Node) -> None:
+def test_statistics_show_the_position_of_a_tap_client(node: Node) -> None:
     fill(node, 400, partitions=2, size=100_000)
     with Peer(node, TAP) as slow, Peer(node, None) as operator:
         slow.send(TapConnect(name=b"slow"))

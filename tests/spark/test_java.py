@@ -60,7 +60,7 @@ def test_the_java_that_is_named_goes_before_the_one_on_the_path(tmp_path: Path, 
     assert starts(java.find(environ(cache, home=named, path=other))) == named
 
 
-def test_a_java_that_is_too_old_or_broken_is_passed_over(tmp_path: Path, cache: Path) -> None:
+def test_a_java_that_is_too_old_or_broken_is_skipped(tmp_path: Path, cache: Path) -> None:
     old, new = a_java(tmp_path / "old", OLD), a_java(tmp_path / "new", FULL)
     assert starts(java.find(environ(cache, home=old, path=new))) == new
     assert starts(java.find(environ(cache, home=tmp_path / "nowhere", path=new))) == new

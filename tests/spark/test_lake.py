@@ -105,7 +105,7 @@ def test_a_failover_between_planning_and_reading_heals_itself(
     assert synced.rows(LOST) == lost
 
 
-def test_merging_trimming_and_sweeping_change_nothing_that_is_true(synced: SyncedLake, bucket: Any) -> None:
+def test_merging_trimming_and_sweeping_keep_the_contents(synced: SyncedLake, bucket: Any) -> None:
     for number in range(4):
         bucket.set_many({f"k{i}": b"%d" % number for i in range(200)})
         synced.sync()

@@ -52,7 +52,7 @@ def test_a_step_has_at_least_one_group_and_else_stays_below_its_limit(found: lis
     assert len(chosen) == 1 or sum(one.size for one in chosen) <= limit
 
 
-def test_what_holds_back_nothing_is_not_aged_and_what_wastes_nothing_is_no_waste() -> None:
+def test_partitions_without_journal_or_waste_are_not_due() -> None:
     idle, old, fat = group(1, 0), group(1, 5), group(1, 3, waste=7)
     assert by_age([idle, fat, old]) == [old, fat]
     assert by_waste([idle, fat, old]) == [fat]

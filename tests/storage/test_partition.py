@@ -195,7 +195,7 @@ def test_what_a_rollback_brings_back_still_expires(opened: Open, wall: Wall) -> 
     assert opcodes(store) == [EXPIRATION]
 
 
-def test_the_last_revision_that_there_is_ends_nothing(opened: Open, wall: Wall) -> None:
+def test_the_highest_revision_does_not_stop_later_changes(opened: Open, wall: Wall) -> None:
     store = opened().partitions[0]
     for key, expiration in ((b"touched", 0), (b"deleted", 0), (b"expired", int(wall.now) + 5)):
         store.write_meta(key, b"", revision=2**64 - 1, new_cas=1, expiration=expiration)

@@ -160,7 +160,7 @@ def _seen(message: Message | Refused) -> object:
     return message.answer if isinstance(message, Refused) else message
 
 
-def test_both_sides_understand_each_other() -> None:
+def test_each_side_reads_what_the_other_sends() -> None:
     client, server = ClientEnd(UPR), ServerEnd()
     asked = StreamRequest(partition=P1, opaque=9, start=Seqno(4))
     client.send(asked)
@@ -237,7 +237,7 @@ def test_upr0_has_an_error_of_its_own_form() -> None:
     assert b"33 bytes of extras" in refusal.value
 
 
-def test_nothing_is_answered_to_an_answer() -> None:
+def test_a_response_gets_no_response() -> None:
     error = UnknownOpcode("no", at=1)
     assert error_answer(error, header(response(0x50, 1))) == b""
     assert error_answer(error, None) == b""
