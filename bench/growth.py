@@ -267,7 +267,7 @@ def behind(quick: bool) -> Iterator[Row]:
 
 
 def comes_back(server: Node, distance: int) -> tuple[float, int]:
-    """Seconds on a core, client and node, and bytes: from knocking to having all that was missed."""
+    """CPU seconds of client and node, and bytes, from the connection until everything missed was received."""
     with upper.connect(server.url, timeout=60) as bucket:
         with bucket.changes_arrow(since="now", until="now") as feed:
             for _ in feed:

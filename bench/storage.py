@@ -40,7 +40,7 @@ COMPACTING = StorageSettings()
 
 
 def key_of(number: int) -> bytes:
-    """Keys in no order, as hashes and ids are: in order they would spare a tree most of its work."""
+    """Keys in random order, as hashes and ids are: keys in order would save a tree most of its work."""
     return b"%016x" % (number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
 
 
@@ -228,7 +228,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def against_others(directory: Path, there: int, batches: int) -> Iterator[Row]:
-    """Commits on top of what is there already: a tree that has grown is what people have."""
+    """Commits to a store that has items already: the usual case, and slower for a tree."""
     engines: list[Engine] = [Ours(directory), Sqlite(directory), Lmdb(directory)]
     fill(engines, there)
     items = there + batches * BATCH

@@ -1,1 +1,1 @@
-"""The demonstration behind `make demo`: a shop, a node, a lake, and a plug that is pulled."""
+"""The demonstration behind `make demo`: a shop, a cluster, a lake, and nodes that fail."""

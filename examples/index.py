@@ -2,7 +2,7 @@
 
 Three things make it right, and each is a few lines:
 
-- the positions are in the same transaction as the rows they speak of: no second place can disagree;
+- the positions are in the same transaction as the rows they describe: no second place can disagree;
 - every change notes what it replaced, so a rollback can put that back;
 - on start, rows past the saved position are taken back first: their snapshot was not complete, and whether
   they come again depends on the bucket.

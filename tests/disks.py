@@ -35,7 +35,7 @@ class Watched(Disk):
 
 
 class Faulty(Watched):
-    """A disk on which one kind of call goes wrong from a certain moment on."""
+    """A disk on which one kind of call fails from a certain moment on."""
 
     def __init__(
         self, call: str = "", error: int = errno.EIO, *, times: int = 1 << 30, half: bool = False

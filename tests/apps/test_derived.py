@@ -46,7 +46,7 @@ def bucket_state(world: World) -> State:
 
 @dataclass
 class Memory:
-    """The plainest output: a dictionary, and its position."""
+    """The simplest output: a dictionary, and its position."""
 
     whole_groups = from_changes = at_once = False
     name = "memory"

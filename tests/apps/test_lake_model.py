@@ -361,7 +361,7 @@ def test_a_failover_behind_the_last_one_diverges_on_the_branch_before_it(tmp_pat
 
 
 def test_a_second_failover_before_the_first_is_read_takes_back_what_it_takes_back(tmp_path: Path) -> None:
-    """What the plan thought would come again does not."""
+    """Changes that the plan expected to be sent again are not."""
     world = World(tmp_path)
     for upto in (5, 12):
         while world.bucket.partitions[0].high < upto:

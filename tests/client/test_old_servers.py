@@ -1,4 +1,4 @@
-"""Our consumer in front of a server of the age of Couchbase 3.x: nothing newer is assumed to be there."""
+"""The consumer with a server of the age of Couchbase 3.x: nothing newer is assumed."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_nothing_is_deleted_that_is_not_there() -> None:
 
 
 def test_what_is_left_to_expire_is_never_written_again() -> None:
-    """So how many changes there are is the seed's to decide, and not that of when a sweep comes by."""
+    """The number of changes depends on the seed, and not on the time of a sweep."""
     shop = Shop(3)
     left: set[str] = set()
     for write in (*shop.opening(users=20, orders=50), *shop.trading(3_000)):

@@ -1,4 +1,4 @@
-"""A reader at a shell: types what a page contains, waits for what it shows, and leaves nothing running.
+"""Runs the commands of a page in a shell, waits for the output that it shows, and leaves nothing running.
 
 One bash a page, with job control, in a directory that looks like a clone of the project. Commands are
 typed as they stand, except that each port number from 11000 to 11999 becomes one that is free, and that

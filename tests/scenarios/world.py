@@ -261,7 +261,7 @@ class Wire:
 
 @dataclass
 class World:
-    """Nodes, partitions, time and chance."""
+    """Nodes, partitions, a clock and random numbers."""
 
     seed: int
     partitions: int = 4

@@ -165,7 +165,7 @@ class HostilePeer:
         del where[:-5]
 
     def leave(self, goodbye: str) -> None:
-        """Part: politely, in the middle of a word, half, or by hanging up."""
+        """Disconnect: in order, in the middle of a packet, half-closed, or by a reset."""
         with contextlib.suppress(OSError):
             match goodbye:
                 case "ask" if not self.damage and self.reads:

@@ -1,6 +1,6 @@
 """A node inside the test's own process, on a loop in a thread of its own, over a real socket and directory.
 
-For what cannot be arranged from outside: a disk that waits, limits that have no option.
+For what a test cannot set from outside: a disk that waits, limits that have no option.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class Follower(threading.Thread):
 
 
 class Consumer(Follower):
-    """Follows every partition, now and then badly."""
+    """Follows every partition, and sometimes breaks off or stops reading."""
 
     def __init__(self, node: Node, seed: str) -> None:
         super().__init__(node, seed)
@@ -251,7 +251,7 @@ SIZES = {
 
 
 def _disturb(peer: Peer, chance: random.Random) -> None:
-    """One thing that a bucket may suffer."""
+    """One event of a bucket."""
     partition, key = chance.randrange(PARTITIONS), chance.choice(KEYS)
     what = chance.random()
     if what < 0.6:

@@ -37,7 +37,7 @@ GOODBYES = ("ask", "ask", "half", "cut", "reset", "close")
 
 
 class Entrance:
-    """How one gets to a node: over TLS or not, with a login or not."""
+    """The access to a node: with or without TLS, with or without a login."""
 
     def __init__(self, node: Node, certificate: Path | None) -> None:
         self.node, self.closed = node, certificate is not None

@@ -1,4 +1,4 @@
-"""Where things change hands: commits that meet a backfill, takeovers that break off, branches of history."""
+"""Transitions: commits during a backfill, takeovers that are interrupted, branches of history."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ ACTIVE = b"\1"
 
 
 class World:
-    """A node, a writer, the mirrors, and chance."""
+    """A node, a writer, the mirrors, and random numbers."""
 
     def __init__(self, node: Node, seed: int) -> None:
         self.node, self.chance = node, random.Random(seed)
@@ -46,7 +46,7 @@ class World:
         self.story.append(what)
 
     def write(self, partition: int) -> None:
-        """A batch in one breath: keys come several times, and some commands fail."""
+        """A batch in one write: keys are repeated, and some commands fail."""
         writer = self.writer
         for _ in range(self.chance.randrange(1, 30)):
             opcode = self.chance.choice(

@@ -1,4 +1,4 @@
-"""What an operator meets: starting where nothing may be harmed, reloading, files, and limits of clients."""
+"""Operation of a node: refusals to start, reloading, files, and limits of clients."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def clients(world: World) -> None:
 
 
 def faults(world: World, mix: Sequence[Fault]) -> None:
-    """Something goes wrong, and later the next thing does."""
+    """Inject a fault, and schedule the next one."""
     if not world.trouble:
         return
     random = world.random
