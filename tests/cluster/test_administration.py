@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from upper.cluster.agreement import ABSENT
 from upper.cluster.agreement.embedded import EmbeddedStore
 from upper.cluster.bucket_map import BucketMap, BucketSettings, NodeId
 from upper.cluster.members import ALIVE, MAP, MEMBERS, MemberRecord, read_state
+from upper.errors import ClusterError
 from upper.model.values import Partition
 
 
@@ -239,6 +241,32 @@ def test_a_change_is_decided_again_when_another_one_came_first(store: Store) -> 
     administration.change_map(store, shrink)
     assert tries == 2
     assert len(store.map.entries[0].in_sync) == 1
+
+
+def test_settings_that_were_changed_meanwhile_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add("n1", "n2")
+    administration.create(store, BucketSettings(partitions=4))
+    put_if = store.put_if
+
+    def late(*facts: Any, **options: Any) -> int | None:
+        """Another administrator is faster, once."""
+        monkeypatch.undo()
+        administration.change_settings(store, {"minimum_copies": "2"})
+        return put_if(*facts, **options)
+
+    monkeypatch.setattr(store, "put_if", late)
+    administration.change_settings(store, {"acknowledge": "local"})
+    settings = store.map.settings
+    assert (settings.acknowledge, settings.minimum_copies) == ("local", 2)
+
+
+def test_another_number_of_replicas_is_refused_as_a_whole_while_a_node_is_away(store: Store) -> None:
+    store.add("n1", "n2", "n3")
+    administration.create(store, BucketSettings(partitions=4))
+    store.end("n3")
+    with pytest.raises(ClusterError, match="n3 cannot take copies while away"):
+        administration.change_settings(store, {"replicas": "0"})
+    assert store.map.settings.replicas == 1
 
 
 def test_certificates_and_passwords_of_etcd_are_checked_before_anything_is_sent(

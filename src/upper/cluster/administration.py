@@ -132,18 +132,23 @@ def cancel_rebalance(store: AgreementStore) -> bool:
 
 def change_settings(store: AgreementStore, values: Mapping[str, str]) -> BucketSettings:
     """Change settings of the bucket; another number of replicas also starts a rebalance."""
-    state = read_state(store)
-    settings = _with_values(bucket_of(state).settings, values)
-    if settings.replicas != bucket_of(state).settings.replicas:
-        if state.rebalance is not None:
-            raise ClusterError("a rebalance is running; change the number of replicas when it has ended")
-        alive = sum(node in state.alive for node in state.members)
-        require_nodes(alive, settings.replicas, "are alive")
-    before, _ = change_map(store, lambda now: replace(bucket_of(now), settings=settings))
-    if settings.replicas != bucket_of(before).settings.replicas:
+
+    def changed(state: ClusterState) -> BucketMap:
+        before = bucket_of(state)
+        after = replace(before, settings=_with_values(before.settings, values))
+        if after.settings.replicas != before.settings.replicas:
+            if state.rebalance is not None:
+                raise ClusterError("a rebalance is running; change the number of replicas when it has ended")
+            alive = sum(node in state.alive for node in state.members)
+            require_nodes(alive, after.settings.replicas, "are alive")
+            planned(replace(state, bucket_map=after))  # refuses before anything is stored
+        return after
+
+    before, after = change_map(store, changed)
+    if after.settings.replicas != bucket_of(before).settings.replicas:
         state = read_state(store)
         start_rebalance(store, planned(state), state)
-    return settings
+    return after.settings
 
 
 def _with_values(settings: BucketSettings, values: Mapping[str, str]) -> BucketSettings:
