@@ -61,3 +61,17 @@ def test_a_node_that_joins_a_thousand_others_gets_its_share_and_nothing_else_mov
     gained = [node for move in planned for node in move.add]
     assert set(gained) == {joined.id}
     assert len(gained) == SETTINGS.partitions * 3 // 1001
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_node_that_joins_few_others_is_planned_for_in_time_that_grows_with_the_partitions(
+    nodes: int,
+) -> None:
+    """Without replicas all copies are equally good to move; a search through all for each took minutes."""
+    settings = BucketSettings(partitions=32768, replicas=0)
+    few = [Member(NodeId(f"{number:032x}")) for number in range(nodes + 1)]
+    before = initial(few[:-1], settings, seed=7)
+    planned = moves(before, target(few, settings, before))
+    assert {node for move in planned for node in move.add} == {few[-1].id}
+    assert len(planned) == settings.partitions // (nodes + 1)

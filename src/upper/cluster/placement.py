@@ -54,7 +54,7 @@ def target(
         for number, entry in enumerate(current.entries):
             placed[number] = [node for node in entry.copies if node in zones][:wanted]
     _fill(placed, wanted, zones)
-    _balance_copies(placed, zones)
+    _balance_copies(placed, zones, wanted)
     _balance_actives(placed, zones.keys())
     return tuple(tuple(copies) for copies in placed)
 
@@ -161,8 +161,14 @@ class _Loads:
         return found
 
 
-def _balance_copies(placed: list[Copies], zones: Mapping[NodeId, str]) -> None:
+Rank = tuple[bool, bool]  # of a copy that may move: its zone has another copy, it is the active one
+
+
+def _balance_copies(placed: list[Copies], zones: Mapping[NodeId, str], wanted: int) -> None:
     """Move copies from nodes with too many to nodes with too few, until they differ by at most one."""
+    # No copy has a better rank. A search that finds one of the best rank ends there.
+    lowest: Rank = (wanted > 1 and len(set(zones.values())) == 1, wanted == 1)
+    pair, floor = None, lowest
     held: dict[NodeId, dict[int, None]] = {node: {} for node in zones}
     for number, copies in enumerate(placed):
         for node in copies:
@@ -188,8 +194,11 @@ def _balance_copies(placed: list[Copies], zones: Mapping[NodeId, str]) -> None:
         least, most = fewest[0][1], most_first[0][1]
         if len(held[most]) - len(held[least]) <= 1:
             return
-        if (direct := _movable(placed, held[most], most, least, zones)) is not None:
-            move(direct, most, least)
+        if pair != (most, least):
+            pair, floor = (most, least), lowest
+        if (direct := _movable(placed, held[most], most, least, zones, floor)) is not None:
+            number, floor = direct  # what is left between these two has no better rank
+            move(number, most, least)
             continue
         # Every partition of the one is on the other already: go through a third node.
         through = next(
@@ -203,24 +212,28 @@ def _balance_copies(placed: list[Copies], zones: Mapping[NodeId, str]) -> None:
 
 
 def _movable(
-    placed: list[Copies], held: Mapping[int, None], source: NodeId, to: NodeId, zones: Mapping[NodeId, str]
-) -> int | None:
-    """A partition whose copy may go from one node to another.
+    placed: list[Copies],
+    held: Mapping[int, None],
+    source: NodeId,
+    to: NodeId,
+    zones: Mapping[NodeId, str],
+    floor: Rank,
+) -> tuple[int, Rank] | None:
+    """The first partition of the best rank whose copy may go from one node to another; none is below `floor`.
 
     One that keeps its zones apart is preferred, then a replica: it moves without a handover.
     """
-    best: tuple[bool, bool] | None = None
-    found = None
+    best: tuple[int, Rank] | None = None
     for number in held:
         copies = placed[number]
         if to in copies:
             continue
         rank = (any(zones[each] == zones[to] for each in copies if each != source), copies[0] == source)
-        if best is None or rank < best:
-            best, found = rank, number
-            if not any(rank):
+        if best is None or rank < best[1]:
+            best = number, rank
+            if rank <= floor:
                 break
-    return found
+    return best
 
 
 def _balance_actives(placed: list[Copies], nodes: Collection[NodeId]) -> None:
