@@ -136,9 +136,9 @@ class RunningCluster:
 
     def until(self, condition: Callable[[ClusterState], bool]) -> ClusterState:
         """Wait until the state of the cluster fulfils a condition."""
-        ends = time.monotonic() + PATIENCE
+        ends, state = time.monotonic() + PATIENCE, None
         while True:
-            state = self.state()
+            state = read_state(self.store, state)
             if condition(state):
                 return state
             assert time.monotonic() < ends, f"the cluster does not get there:\n{self.logs()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 
@@ -116,6 +117,41 @@ def entry(
     active: NodeId = A, replicas: tuple[NodeId, ...] = (B, C), in_sync: str = "abc", to: NodeId | None = None
 ) -> PartitionEntry:
     return PartitionEntry(E1, active, replicas, frozenset(map(NodeId, in_sync)), to, branch_epoch=E1)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_copy_that_is_passed_over_has_nothing_to_propose(seed: int) -> None:
+    """`settled` remembers a part of `content`; whatever happens, both are what the state says."""
+    random, node = Random(seed), OneNode(entry())
+    node.claim()
+    high = 0
+    for _ in range(60):
+        match random.randrange(7):
+            case 0:
+                high += 1
+                node.write(high)
+            case 1:
+                node.acknowledge(random.choice((B, C)), random.randint(0, high), node.map.entries[0].epoch)
+            case 2:
+                node.store()
+            case 3:
+                node.copies.unknown(node.copies.proposals(node.now))
+            case 4:
+                node.now += random.choice((0.1, 1.0, 3.0))
+            case 5:
+                now = node.map.entries[0]
+                in_sync = frozenset({A, *random.sample((B, C), random.randint(0, 2))})
+                to = random.choice((None, *sorted(in_sync - {A})))
+                epoch = Epoch(now.epoch + random.randint(0, 1))
+                node.read(replace(now, epoch=epoch, in_sync=in_sync, moving_to=to, leaves=False))
+            case 6:
+                node.copies.active[P].attached(C, node.map.entries[0].epoch, Seqno(high), node.now)
+        if (copy := node.copies.active.get(P)) is None:
+            return  # handed over
+        passed_over, content = copy.settled and copy.replicated >= copy.durable, copy.content
+        copy.settled = False
+        assert copy.content == content
+        assert content or not passed_over
 
 
 # ── Roles ─────────────────────────────────────────────────────────────────────────────────────────────

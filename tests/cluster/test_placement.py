@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from operator import is_
 
 import pytest
 from hypothesis import given
@@ -189,6 +190,20 @@ def test_a_map_survives_being_stored(zones: list[str], replicas: int) -> None:
                 for leaves in (False, True)[: 1 + (to is not None)]:
                     changed = current.changed({Partition(0): replace(other, leaves=leaves)})
                     assert BucketMap.from_bytes(changed.to_bytes()) == changed
+                    read = BucketMap.from_bytes(current.to_bytes())
+                    again = BucketMap.from_bytes(changed.to_bytes(), read)
+                    assert again == changed
+                    assert all(map(is_, again.entries[1:], read.entries[1:])), "not decoded again"
+
+
+def test_a_map_of_other_nodes_shares_no_entry_with_the_one_before() -> None:
+    settings = BucketSettings(partitions=4, replicas=1)
+    one, two = (
+        initial([Member(NodeId(name)) for name in names], settings, seed=7) for names in ("abc", "abx")
+    )
+    assert BucketMap.from_bytes(two.to_bytes(), BucketMap.from_bytes(one.to_bytes())) == two
+    more = replace(two.changed({Partition(0): two.entries[0].shrunk(two.entries[0].replicas[0])}), seed=8)
+    assert BucketMap.from_bytes(more.to_bytes(), BucketMap.from_bytes(two.to_bytes())) == more
 
 
 def test_a_map_that_cannot_be_read_is_refused_with_a_sentence() -> None:

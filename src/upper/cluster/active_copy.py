@@ -24,7 +24,7 @@ class ActiveCopy(InSyncTracker):
     """What an active copy waits for, and the changes of the map that it proposes."""
 
     __slots__ = (
-        "_goal", "_offered", "_parked_at", "_retry_at", "away", "settings", "uncertain"
+        "_goal", "_offered", "_parked_at", "_retry_at", "away", "settings", "settled", "uncertain"
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +42,7 @@ class ActiveCopy(InSyncTracker):
         self._retry_at = 0.0
         self._offered = False  # a handover was proposed, and its outcome is not known yet
         self.uncertain = False  # its outcome is unknown: it may still be stored
+        self.settled = False  # if so, `content` depends on `replicated` and `durable` alone
         self.settings = settings
         self.away: frozenset[NodeId] = frozenset()  # nodes whose lease is over: they do not join
         super().__init__(node, entry, durable)
@@ -116,6 +117,10 @@ class ActiveCopy(InSyncTracker):
             else:
                 self._goal[node] = (goal, since) if self.held(node) < goal else (self.durable, now)
 
+    def join(self, node: NodeId) -> None:
+        self.settled = False
+        super().join(node)
+
     def _join(self, node: NodeId, now: float) -> None:
         self._goal.pop(node, None)
         self.join(node)
@@ -137,12 +142,15 @@ class ActiveCopy(InSyncTracker):
     @property
     def content(self) -> bool:
         """Whether there is nothing to propose, and nothing that time will change."""
-        return (
-            self.replicated >= self.durable
-            and self.entry.moving_to is None
-            and not (self.joining or self.parked or self._offered or self.uncertain)
-            and (len(self.entry.in_sync) == len(self.entry.copies) or not self._caught_up())
-        )
+        if self.replicated < self.durable:
+            return False
+        if self.settled:
+            return True
+        entry = self.entry
+        if entry.moving_to is not None or self.joining or self.parked or self._offered or self.uncertain:
+            return False
+        self.settled = len(entry.in_sync) == len(entry.replicas) + 1
+        return self.settled or not self._caught_up()
 
     def parking(self, now: float) -> bool:
         """Whether writes are to be held back now, because the partition is to be handed over."""
@@ -194,13 +202,14 @@ class ActiveCopy(InSyncTracker):
     def doubted(self, entry: PartitionEntry) -> None:
         """The outcome of the proposal `entry` is not known."""
         if entry.epoch != self.entry.epoch:
-            self.uncertain = True
+            self.settled, self.uncertain = False, True
 
     def fenced(self) -> None:
         self._offered = self.uncertain = False
         super().fenced()
 
     def observed(self, entry: PartitionEntry) -> None:
+        self.settled = False
         if entry.epoch > self.entry.epoch:
             self._offered = self.uncertain = False
             self.forget(held=False, silent=True)

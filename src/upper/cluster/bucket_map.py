@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 from upper.errors import ClusterError
 from upper.model.values import NO_BRANCH, BranchId, Partition
@@ -99,6 +100,11 @@ class BucketSettings:
             )
 
 
+class _StoredRows(NamedTuple):
+    nodes: list[NodeId]
+    rows: list[list[Any]]  # one for each partition
+
+
 @dataclass(frozen=True, slots=True)
 class BucketMap:
     """The settings of a bucket and the entry of every partition."""
@@ -106,6 +112,7 @@ class BucketMap:
     settings: BucketSettings
     entries: tuple[PartitionEntry, ...]
     seed: int  # random; the ids of branches are derived from it
+    read: _StoredRows | None = field(default=None, compare=False, repr=False)  # what it was decoded from
 
     def __post_init__(self) -> None:
         if len(self.entries) != self.settings.partitions:
@@ -142,7 +149,7 @@ class BucketMap:
         after = list(self.entries)
         for partition, entry in entries.items():
             after[partition] = entry
-        return replace(self, entries=tuple(after))
+        return replace(self, entries=tuple(after), read=None)
 
     # ── As stored ─────────────────────────────────────────────────────────────────────────────────
     # Node ids are written once and referred to by index: 65,536 partitions with three copies take about 1 MB.
@@ -180,7 +187,8 @@ class BucketMap:
         return json.dumps(document, separators=(",", ":")).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> BucketMap:
+    def from_bytes(cls, data: bytes, former: BucketMap | None = None) -> BucketMap:
+        """Decode a map. Entries that an earlier map, `former`, was decoded from too are taken from it."""
         try:
             document = json.loads(data)
             if document["format"] != FORMAT:
@@ -191,7 +199,15 @@ class BucketMap:
             nodes = [NodeId(node) for node in document["nodes"]]
             rows = document["partitions"]
             settings = BucketSettings(partitions=len(rows), **document["settings"])
-            return cls(settings, tuple(_entry(row, nodes) for row in rows), int(document["seed"]))
+            known: Iterable[tuple[object, PartitionEntry | None]] = repeat((None, None), len(rows))
+            read = None if former is None else former.read
+            if former is not None and read is not None and (read.nodes, len(read.rows)) == (nodes, len(rows)):
+                known = zip(read.rows, former.entries, strict=True)
+            entries = tuple(
+                entry if entry is not None and row == before else _entry(row, nodes)
+                for row, (before, entry) in zip(rows, known, strict=True)
+            )
+            return cls(settings, entries, int(document["seed"]), _StoredRows(nodes, rows))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ClusterError(f"the bucket map in the agreement store cannot be read: {error}") from error
 

@@ -101,8 +101,11 @@ def _restoration(
     state: ClusterState, bucket_map: BucketMap, away: Mapping[NodeId, float], settings: ControllerSettings
 ) -> Rebalance | None:
     """The rebalance that gives partitions their number of copies again, if nodes have been away for long."""
+    gone = {node for node, seconds in away.items() if seconds >= settings.restore_after}
+    if not gone:
+        return None
     holders = held(bucket_map).keys()
-    gone = {node for node in holders if away.get(node, 0.0) >= settings.restore_after}
+    gone &= holders
     remaining = [node for node in holders | state.alive.keys() if node not in gone and node in state.members]
     if not gone or len(remaining) < bucket_map.settings.replicas + 1:
         return None

@@ -163,6 +163,8 @@ class NodeCopies:
         node = self.node
         for copy in self.active.values():
             copy.away = view.away
+        if known is view.bucket_map.entries:
+            return  # nothing but leases has changed
         for number, entry in enumerate(view.bucket_map.entries):
             if known and (entry is known[number] or entry == known[number]):
                 continue  # a map changes often and in few places, above all during a rebalance
@@ -258,8 +260,8 @@ class NodeCopies:
             if self.node in entry.in_sync:
                 wanted[partition] = entry.shrunk(self.node)
         for partition, copy in self.active.items():
-            if copy.content:
-                continue
+            if (copy.settled and copy.replicated >= copy.durable) or copy.content:
+                continue  # most of them, 50 times a second
             parked, ready = copy.parked, copy.ready
             if copy.parking(now) != parked:
                 self._actions.park(partition, not parked)
@@ -285,6 +287,8 @@ class NodeCopies:
         self._claimed = True
         self._current = self._current or (self._allowed and self._proposed_under == self._lease)
         for partition, copy in self.active.items():
+            if copy.settled:
+                continue  # no earlier proposal of it is open
             before = copy.watermark, copy.ready
             copy.fenced()
             if before != (copy.watermark, copy.ready):

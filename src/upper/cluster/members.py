@@ -188,7 +188,7 @@ def state_of(found: Mapping[str, Versioned], revision: int, former: ClusterState
 
     bucket_map, rebalance = former.bucket_map, former.rebalance
     if not same(MAP):
-        bucket_map = BucketMap.from_bytes(found[MAP].value) if MAP in found else None
+        bucket_map = BucketMap.from_bytes(found[MAP].value, former.bucket_map) if MAP in found else None
     if not same(REBALANCE):
         rebalance = Rebalance.from_bytes(found[REBALANCE].value) if REBALANCE in found else None
     return ClusterState(

@@ -36,29 +36,36 @@ def next_steps(
     """
     copying: Counter[NodeId] = Counter()
     handing: Counter[NodeId] = Counter()
-    starting: list[tuple[int, PartitionEntry, Set[NodeId]]] = []
+    handovers: list[tuple[int, PartitionEntry, NodeId]] = []
+    additions: list[tuple[int, PartitionEntry, tuple[NodeId, ...]]] = []
     changed: Entries = {}
     for number, (entry, copies) in enumerate(zip(bucket_map.entries, target, strict=True)):
         if entry.active not in alive:
             continue
         if engaged := _engaged(entry, copies, alive):
             (copying if entry.moving_to is None else handing).update(engaged)
-        elif (after := _after_copying(entry, copies, alive)) is not entry:
-            if after.moving_to is None:  # copies leave, which costs no copying
-                changed[Partition(number)] = after
-            else:
-                starting.append((number, after, {after.active, after.moving_to}))
-        else:
-            added = tuple(node for node in copies if node not in entry.copies and node in alive)
-            if added:
-                grown = replace(entry, replicas=entry.replicas + added)
-                starting.append((number, grown, {entry.active, *added}))
-    starting.sort(key=lambda one: one[1].moving_to is None)  # finish what has begun first
-    for number, entry, nodes in starting:
-        busy = copying if entry.moving_to is None else handing
-        if all(busy[node] < at_once for node in nodes):
-            busy.update(nodes)
-            changed[Partition(number)] = entry
+        elif entry.in_sync.issuperset(copies):
+            if entry.active == copies[0]:  # copies leave, which costs no copying
+                if (after := without(entry, set(entry.copies) - set(copies))) is not entry:
+                    changed[Partition(number)] = after
+            elif copies[0] in alive:
+                handovers.append((number, entry, copies[0]))
+        elif added := tuple(node for node in copies if node not in entry.copies and node in alive):
+            additions.append((number, entry, added))
+
+    def begin(busy: Counter[NodeId], nodes: tuple[NodeId, ...]) -> bool:
+        if any(busy[node] >= at_once for node in nodes):
+            return False
+        busy.update(nodes)
+        return True
+
+    for number, entry, to in handovers:
+        if begin(handing, (entry.active, to)):
+            leaves = entry.active not in target[number]
+            changed[Partition(number)] = replace(entry, moving_to=to, leaves=leaves)
+    for number, entry, added in additions:
+        if begin(copying, (entry.active, *added)):
+            changed[Partition(number)] = replace(entry, replicas=entry.replicas + added)
     return changed
 
 
@@ -68,17 +75,6 @@ def _engaged(entry: PartitionEntry, copies: Sequence[NodeId], alive: Set[NodeId]
         return {entry.active, entry.moving_to}
     catching_up = {node for node in copies if node in entry.replicas and node not in entry.in_sync} & alive
     return catching_up | {entry.active} if catching_up else set()
-
-
-def _after_copying(entry: PartitionEntry, copies: Sequence[NodeId], alive: Set[NodeId]) -> PartitionEntry:
-    """The entry with the next step that copies nothing; the same entry if there is none."""
-    first = copies[0]
-    if not set(copies) <= entry.in_sync:
-        return entry
-    if entry.active != first:
-        leaves = entry.active not in copies
-        return replace(entry, moving_to=first, leaves=leaves) if first in alive else entry
-    return without(entry, set(entry.copies) - set(copies))
 
 
 def without(entry: PartitionEntry, nodes: Set[NodeId]) -> PartitionEntry:

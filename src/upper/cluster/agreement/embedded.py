@@ -1,7 +1,8 @@
 """The agreement store for several nodes on one machine: one SQLite file that every process opens.
 
 SQLite serialises writers, so each call is one transaction and compare-and-swap needs nothing else. Waiting
-polls `PRAGMA data_version`, which changes when another process commits. Leases use the machine's monotonic
+polls `PRAGMA data_version`, which changes when another process commits, most often soon after a change: one
+is often the answer to another. Leases use the machine's monotonic
 clock, which all processes share; a reboot ends every lease, because the clock starts again.
 """
 
@@ -19,7 +20,7 @@ from upper.cluster.agreement import ABSENT, LeaseId, Unavailable, Versioned
 from upper.errors import ClusterError
 
 FILE = "agreement.db"
-POLL = 0.02  # seconds between two looks at the version of the file
+POLL = (0.002, 0.02)  # seconds between two looks at the version of the file: after a change, and later on
 BUSY = 5.0  # seconds to wait for another process that writes
 
 SCHEMA = """
@@ -120,7 +121,7 @@ class EmbeddedStore:
         ends = time.monotonic() + seconds
         watcher = self._open()
         try:
-            seen = None
+            seen, pause = None, POLL[0]
             while not self._closed.is_set():
                 version = watcher.execute("pragma data_version").fetchone()[0]
                 if version != seen:
@@ -132,7 +133,8 @@ class EmbeddedStore:
                         _expire(database)
                 if time.monotonic() >= ends:
                     return False
-                self._closed.wait(min(POLL, max(0.0, ends - time.monotonic())))
+                self._closed.wait(min(pause, max(0.0, ends - time.monotonic())))
+                pause = min(2 * pause, POLL[1])
             return False
         except sqlite3.OperationalError as error:
             raise Unavailable(f"the agreement store {self._path} does not answer: {error}") from error
