@@ -310,8 +310,9 @@ class SimNode:
             seqno = Seqno(copy.saved.high)
             if (active := self.copies.active.get(partition)) is not None:
                 active.written(seqno, self.now())
-                for link in list(self.feeds.get(partition, {}).values()):
-                    self._feed(link)
+                if feeds := self.feeds.get(partition):
+                    for link in list(feeds.values()):
+                        self._feed(link)
                 self.release(partition)
             elif (mine := self.links.get(partition)) is not None and mine.attached:
                 mine.send(mine.active, mine.active.on_acknowledged, seqno)
@@ -320,14 +321,9 @@ class SimNode:
     # ── Clients ───────────────────────────────────────────────────────────────────────────────────
 
     def serves(self, partition: Partition) -> bool:
-        copy = self.copies.active.get(partition)
-        return (
-            copy is not None
-            and self.serving
-            and self._holds_lease()
-            and partition not in self.activating
-            and copy.ready
-        )
+        if not self.serving or (copy := self.copies.active.get(partition)) is None:
+            return False
+        return self._holds_lease() and partition not in self.activating and copy.ready
 
     def write(self, partition: Partition) -> None:
         if not self.up or not self.serves(partition) or partition in self.parked:

@@ -127,9 +127,9 @@ class World:
         heappush(self._queue, (time, next(self._order), node, life, step, facts))
 
     def run(self, until: float) -> None:
-        queue = self._queue
+        queue, pop = self._queue, heappop
         while queue and queue[0][0] <= until:
-            at, order, node, life, step, facts = heappop(queue)
+            at, order, node, life, step, facts = pop(queue)
             if node is not None:
                 if node.life != life:
                     continue
@@ -245,16 +245,17 @@ class World:
     def check_holds(self, partition: Partition, name: NodeId) -> None:
         """An in-sync copy holds everything acknowledged."""
         node, acked = self.nodes[name], self.acked[partition]
+        high = len(acked.chains) - 1
         if (
-            self.map.settings.acknowledge == "local"
+            self.shape.acknowledge == "local"
             or self.lossy
-            or not acked.high
+            or not high
             or name not in self.map.entries[partition].in_sync
             or partition in node.damaged
         ):
             return
         copy = node.disk.get(partition)
-        if copy is None or not copy.holds(acked.high, acked.chains[-1]):
+        if copy is None or not copy.holds(high, acked.chains[-1]):
             raise Broken(f"{name} is in sync and lacks an acknowledged change of partition {partition}")
 
     def acknowledge(self, node: SimNode, partition: Partition, epoch: int, seqno: int) -> None:
@@ -275,14 +276,15 @@ class World:
             del acked.chains[shared + 1 :]
         acked.chains += copy.chains[len(acked.chains) : seqno + 1]
         acked.epoch = max(acked.epoch, epoch)
-        self.seen["acknowledged"] += max(0, acked.high - known)
+        self.seen["acknowledged"] += max(0, len(acked.chains) - 1 - known)
         for name in self.map.entries[partition].in_sync:
             self.check_holds(partition, name)
 
     def check_read(self, node: SimNode, partition: Partition) -> None:
         """A read that a node answers shows every acknowledged change."""
         acked, copy = self.acked[partition], node.disk[partition]
-        if node.exposed[partition] < acked.high or copy.chains[acked.high] != acked.chains[acked.high]:
+        high = len(acked.chains) - 1
+        if node.exposed[partition] < high or copy.chains[high] != acked.chains[high]:
             raise Broken(
                 f"{node.name} answers a read of partition {partition} without an acknowledged change"
             )
