@@ -121,7 +121,7 @@ def entry(
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_copy_that_is_passed_over_has_nothing_to_propose(seed: int) -> None:
-    """`settled` remembers a part of `content`; whatever happens, both are what the state says."""
+    """`settled` caches a part of `content`; after every event, both agree with the state."""
     random, node = Random(seed), OneNode(entry())
     node.claim()
     high = 0
