@@ -66,7 +66,7 @@ def test_a_bucket_is_placed_on_the_live_nodes_and_shown(
     store.add("n1", "n2", "n3")
     store.add("n4", alive=False)
     created = ("create", store.place, "--bucket", "orders", "--partitions", "8", "--minimum-copies", "2")
-    assert output(capsys, *created) == "orders: 8 partitions with 1 replicas on 3 nodes\n"
+    assert output(capsys, *created) == "orders: 8 partitions on 3 nodes, replicas=1\n"
     shown = json.loads(output(capsys, "status", store.place, "--json"))
     assert shown["bucket"] == "orders"
     assert shown["revision"] == read_state(store).map_revision
@@ -83,7 +83,7 @@ def test_a_bucket_is_placed_on_the_live_nodes_and_shown(
         assert partition["epoch"] == 1
         assert set(partition["in_sync"]) == {partition["active"], *partition["replicas"]}
     text = output(capsys, "status", store.place)
-    assert "bucket orders: 8 partitions, 1 replicas, acknowledge=in-sync" in text
+    assert "bucket orders: 8 partitions, replicas=1, acknowledge=in-sync" in text
     assert "in sync: 8 of 8 partitions have all 2 copies in sync" in text
 
 

@@ -199,8 +199,8 @@ def _create(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
             "replicas": settings.replicas,
             "nodes": nodes,
         },
-        text=f"{settings.name}: {settings.partitions} partitions with {settings.replicas} replicas "
-        f"on {nodes} nodes",
+        text=f"{settings.name}: {settings.partitions} partitions on {nodes} nodes, "
+        f"replicas={settings.replicas}",
     )
     return ExitCode.OK
 

@@ -212,7 +212,7 @@ def _announce(args: Namespace, state: ClusterState, nodes: list[NodeProcess], ou
             "nodes": [{**(node.ready or {}), "name": node.name} for node in nodes],
         },
         text=f"ready: {url}\n{len(nodes)} nodes, {settings.partitions} partitions, "
-        f"{settings.replicas} replicas; state: upper cluster status {place}; Ctrl-C stops all nodes",
+        f"replicas={settings.replicas}; state: upper cluster status {place}; Ctrl-C stops all nodes",
     )  # fmt: skip
 
 

@@ -118,7 +118,7 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     lags = [one["lag"] for one in partitions if one["lag"] is not None]
     lines = [
         f"bucket {document['bucket']}: {settings['partitions']} partitions, "
-        f"{settings['replicas']} replicas, acknowledge={settings['acknowledge']}, "
+        f"replicas={settings['replicas']}, acknowledge={settings['acknowledge']}, "
         f"minimum-copies={settings['minimum_copies']}; revision {document['revision']}, "
         f"controller {document['controller'] or 'none'}",
         f"in sync: {full} of {len(partitions)} partitions have all {wanted} copies in sync"

@@ -58,8 +58,8 @@ class PushTotals:
 
     def sentence(self) -> str:
         rate = self.rows / self.seconds if self.seconds else 0.0
-        text = f"{self.rows:,} changes ({self.bytes / 1e6:,.1f} MB) in {self.seconds:.1f} s"
-        text += f", {rate:,.0f} a second"
+        text = f"{self.rows:,} change{'s' * (self.rows != 1)} ({self.bytes / 1e6:,.1f} MB) "
+        text += f"in {self.seconds:.1f} s, {rate:,.0f} a second"
         if self.repaired:
             text += f"; {self.repaired:,} partitions were repaired after a rollback"
         if self.rejected:
