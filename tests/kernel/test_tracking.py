@@ -31,9 +31,9 @@ def twins() -> list[ModuleType]:
     return [plain, import_module("upper.kernel._compiled")]
 
 
-def copies(choose: random.Random) -> dict[Partition, ActiveCopy]:
+def copies(choose: random.Random, count: int) -> dict[Partition, ActiveCopy]:
     made = {}
-    for number in range(4):
+    for number in range(count):
         in_sync = frozenset(choose.sample((B, C, D), choose.randrange(4)))
         entry = PartitionEntry(Epoch(choose.randrange(1, 3)), HERE, (B, C, D), in_sync | {HERE})
         settings = SETTINGS[choose.choice(("in-sync", "local"))]
@@ -56,30 +56,32 @@ def shown(tracked: dict[Partition, ActiveCopy]) -> list[object]:
 
 
 @pytest.mark.parametrize("twin", twins(), ids=lambda twin: str(twin.__name__))
-@pytest.mark.parametrize("seed", range(40))
-def test_a_loop_equals_the_calls_for_each_partition(twin: ModuleType, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "count"), [*((seed, 4) for seed in range(40)), (40, 100), (41, 100)])
+def test_a_loop_equals_the_calls_for_each_partition(twin: ModuleType, seed: int, count: int) -> None:
     choose = random.Random(seed)
-    looped, called = copies(random.Random(seed)), copies(random.Random(seed))
-    tables = [numbered(number) for number in range(5)]  # the last one is not active here
-    epochs = {number: Epoch(choose.randrange(1, 3)) for number in range(4)}
+    looped, called = copies(random.Random(seed), count), copies(random.Random(seed), count)
+    tables = [numbered(number) for number in range(count + 1)]  # the last one is not active here
+    epochs = {number: Epoch(choose.randrange(1, 3)) for number in range(count)}
     for now in range(60):
         if choose.random() < 0.5:
-            reached = [
-                (table, choose.randrange(20)) for table in choose.sample(tables, choose.randrange(1, 6))
-            ]
+            some = choose.sample(tables, choose.randrange(1, count + 2))
+            reached = [(table, choose.randrange(20)) for table in some]
             held = twin.wrote(reached, looped, float(now))
-            assert held == [entry for entry in reached if entry[0].id < 4]
+            assert held == [entry for entry in reached if entry[0].id < count]
             for table, seqno in held:
                 called[table.id].written(Seqno(seqno), float(now))
         else:
             node = choose.choice((B, C, D))
-            pairs = [(choose.randrange(5), choose.randrange(20)) for _ in range(choose.randrange(1, 6))]
+            pairs = [
+                (choose.randrange(count + 1), choose.randrange(20))
+                for _ in range(choose.randrange(1, count + 2))
+            ]
             packed = b"".join(ACKNOWLEDGED.pack(*pair) for pair in pairs)
             left = twin.acknowledge(packed, looped, node, epochs, float(now))
             ordinary = [
                 (p, seqno)
                 for p, seqno in pairs
-                if p < 4
+                if p < count
                 and epochs[p] == called[Partition(p)].entry.epoch
                 and node in called[Partition(p)].waited_for
             ]
@@ -87,10 +89,13 @@ def test_a_loop_equals_the_calls_for_each_partition(twin: ModuleType, seed: int)
             for p, seqno in ordinary:
                 called[Partition(p)].acknowledged(node, epochs[p], Seqno(seqno), float(now))
         assert shown(looped) == shown(called)
-        asked = [(table, choose.randrange(20)) for table in choose.sample(tables[:4], 2)]
-        expected = all(called[Partition(table.id)].watermark >= seqno for table, seqno in asked)
-        assert twin.covered(asked, looped) is expected
-    assert not twin.covered([(tables[4], 0)], looped), "a partition that is not active here has no watermark"
+        some = choose.sample(tables[:count], choose.randrange(1, count + 1))
+        asked = [(table, int(called[Partition(table.id)].watermark)) for table in some]
+        assert twin.covered(asked, looped)
+        beyond = choose.randrange(len(asked))
+        asked[beyond] = (asked[beyond][0], asked[beyond][1] + 1)
+        assert not twin.covered(asked, looped)
+    assert not twin.covered([(tables[count], 0)], looped), "not active here: no watermark"
 
 
 @pytest.mark.parametrize("twin", twins(), ids=lambda twin: str(twin.__name__))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,15 @@ from upper import kernel
 from upper.errors import NotWritable
 from upper.history.partition_state import Ownership
 from upper.model.values import Seqno, State
-from upper.storage import BucketStore, Commit, Durability, PartitionStore, StorageSettings, records
+from upper.storage import (
+    BucketStore,
+    Commit,
+    Durability,
+    PartitionStore,
+    StorageSettings,
+    records,
+    release,
+)
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 
@@ -228,8 +237,9 @@ def test_a_batch_grows_while_more_changes_wait_for_replicas(opened: Open) -> Non
         assert (bucket.ticket, len(bucket.pending)) == (first, 99)
         gate.marks[0] = 100
         bucket.releases.release()
-        await turns()
-        assert bucket.ticket == first + 1
+        async with asyncio.timeout(30):
+            while bucket.ticket == first:  # noqa: ASYNC110  it waits a moment for the clients of the others
+                await asyncio.sleep(0)
         await asyncio.wait_for(bucket.saved(first), 30)
         assert bucket.releases.waiting == 99
         for number in range(99):
@@ -260,16 +270,157 @@ def change_state(bucket: BucketStore) -> None:
     bucket.partitions[1].set_state(State.DEAD)
 
 
-@pytest.mark.parametrize("change", [apply_change, wait_for_disk, roll_back_another, change_state])
-def test_what_another_node_or_a_rollback_waits_for_does_not_wait_for_replicas(
-    opened: Open, change: Callable[[BucketStore], None]
+def write_keys(store: PartitionStore, count: int) -> None:
+    for number in range(count):
+        store.write(b"%d" % number, b"w")
+
+
+@pytest.mark.parametrize(("already", "enough"), [(0, 80), (10, 90)])
+def test_a_batch_waits_for_the_next_changes_of_clients_whose_changes_were_released(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, already: int, enough: int
 ) -> None:
-    """Two nodes that wait for each other's changes would otherwise both wait for ever."""
-    bucket = opened()
+    monkeypatch.setattr(release, "PATIENCE", 3600.0)
+    bucket, gate = opened(), Watermarks(0)
+    store = bucket.partitions[0]
 
     async def write() -> None:
-        wait_for_replicas(bucket, Watermarks(0), changes=100)
+        wait_for_replicas(bucket, gate, changes=100)
         first = bucket.ticket
+        write_keys(store, already)
+        gate.marks[0] = 100
+        bucket.releases.release()
+        write_keys(store, enough - already - 1)
+        await turns()
+        assert (bucket.ticket, len(bucket.pending)) == (first, enough - 1)
+        write_keys(store, 1)
+        await turns()
+        assert bucket.ticket == first + 1
+        bucket.close()
+
+    asyncio.run(write())
+
+
+def test_a_batch_does_not_wait_for_a_few_clients_nor_without_replicas(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(release, "PATIENCE", 3600.0)
+    bucket, gate = opened(), Watermarks(0)
+    store = bucket.partitions[0]
+
+    async def write() -> None:
+        wait_for_replicas(bucket, gate, changes=63)
+        gate.marks[0] = 2**60  # from here on no batch waits for replicas
+        bucket.releases.release()
+        for size in (1, 200, 1):
+            first = bucket.ticket
+            write_keys(store, size)
+            await turns()
+            assert bucket.ticket == first + 1
+            await asyncio.wait_for(bucket.saved(first), 30)
+        bucket.close()
+
+    asyncio.run(write())
+
+
+def test_fewer_batches_wait_for_clients_that_do_not_send_again() -> None:
+    requests = release.NextRequests()
+    waited = []
+    for ticket in range(1, 200):
+        if requests.released(100, ticket, 0):
+            waited.append(ticket)
+            assert requests.missing(ticket, 79)
+            requests.over(ticket, ticket, 79)
+            assert not requests.missing(ticket, 79)
+    assert waited == [1, 3, 7, 15, 31, 63, 127, 191]
+
+
+def test_batches_wait_again_once_clients_send_again() -> None:
+    requests = release.NextRequests()
+    for ticket in (1, 2, 3):
+        if requests.released(100, ticket, 0):
+            requests.over(ticket, ticket, 0)
+    tickets = iter(range(4, 100))
+    while not requests.released(100, ticket := next(tickets), 0):
+        pass
+    requests.over(ticket, ticket + 1, 0)  # it has begun in the meantime
+    assert requests.released(100, ticket + 1, 0)
+    requests.over(ticket + 1, ticket + 1, 90)  # enough arrived, and the disk is busy
+    assert requests.released(100, ticket + 2, 0)
+
+
+def test_a_second_release_does_not_shorten_the_wait_for_the_first() -> None:
+    requests = release.NextRequests()
+    assert requests.released(1000, 1, 0)
+    assert not requests.released(100, 1, 10), "one wait for each batch"
+    assert requests.missing(1, 799)
+    assert not requests.missing(1, 800)
+    assert not requests.missing(2, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_batch_waits_for_clients_without_an_end(seed: int) -> None:
+    """Whatever is released while a batch is open or its predecessor is on its way to the disk."""
+    chance, requests = random.Random(seed), release.NextRequests()
+    ticket, pending, waited = 1, 0, 0
+    timers: list[int] = []
+    for _ in range(5_000):
+        match chance.randrange(4):
+            case 0:
+                if requests.released(chance.choice((10, 100, 300)), ticket, pending):
+                    timers.append(ticket)
+            case 1 if timers:
+                requests.over(timers.pop(0), ticket, pending)
+            case 2:
+                pending += chance.choice((1, 50, 200))
+            case 3 if not requests.missing(ticket, pending):
+                ticket, pending = ticket + 1, 0
+        if requests.missing(ticket, pending):
+            waited += 1
+            assert ticket in timers
+    assert waited
+
+
+def test_a_batch_whose_clients_have_sent_does_not_wait_for_ever_after_another_release(opened: Open) -> None:
+    bucket, gate = opened(), Watermarks(0)
+    store = bucket.partitions[0]
+
+    async def write() -> None:
+        wait_for_replicas(bucket, gate, changes=100)
+        first = bucket.ticket
+        write_keys(store, 300)
+        await asyncio.wait_for(bucket.saved(first), 30)
+        assert bucket.releases.waiting == 400
+        second = bucket.ticket
+        gate.marks[0] = 100
+        bucket.releases.release()
+        write_keys(store, 80)  # as many as are waited for; 300 are still held up
+        await asyncio.sleep(2 * release.PATIENCE)  # longer than that wait takes
+        assert bucket.ticket == second
+        gate.marks[0] = 400
+        bucket.releases.release()
+        async with asyncio.timeout(30):
+            while bucket.ticket == second:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        bucket.close()
+
+    asyncio.run(write())
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["waiting", "released"])
+@pytest.mark.parametrize("change", [apply_change, wait_for_disk, roll_back_another, change_state])
+def test_what_another_node_or_a_rollback_waits_for_does_not_wait_for_replicas(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, change: Callable[[BucketStore], None], released: bool
+) -> None:
+    """Two nodes that wait for each other's changes would otherwise both wait for ever."""
+    monkeypatch.setattr(release, "PATIENCE", 3600.0)
+    bucket, gate = opened(), Watermarks(0)
+
+    async def write() -> None:
+        wait_for_replicas(bucket, gate, changes=100)
+        first = bucket.ticket
+        if released:
+            gate.marks[0] = 100
+            bucket.releases.release()
         change(bucket)
         await turns()
         assert bucket.ticket == first + 1

@@ -12,8 +12,8 @@ import pytest
 from tests.storage.conftest import Open
 from upper.errors import NotWritable
 from upper.storage import BucketStore, Commit, Durability, StorageSettings
-from upper.storage.bucket import WORTH_A_BATCH
 from upper.storage.check import check
+from upper.storage.release import WORTH_A_BATCH
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 

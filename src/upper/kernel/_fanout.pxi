@@ -80,6 +80,8 @@ cdef class CommitGroups:
                 group_of[partition] = self.used
                 self.groups[self.used] = Group(partition, i, i, 1, 0, 0, False, False)
                 self.used += 1
+                fetch_soon(PyList_GET_ITEM(tails, partition))  # `advance` needs its tail
+                fetch_soon(<const uint8_t *> PyList_GET_ITEM(tails, partition) + 64)
             else:
                 self.members[self.groups[group].last].following = i
                 self.groups[group].last = i

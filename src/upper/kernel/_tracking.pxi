@@ -3,6 +3,10 @@
 cdef extern from "Python.h":
     void PyUnicode_InternInPlace(PyObject **text)
 
+cdef enum:
+    FEW_REPLICAS = 2  # as many have their place in the object of their copy
+    PAIRS = 32  # copies that are looked up before the first of them is used, so that they are on their way to the cache
+
 cdef struct Replica:
     PyObject *node  # owned
     int64_t held  # -1: it has acknowledged nothing
@@ -27,17 +31,19 @@ cdef class CopyProgress:
     """`plain_tracking.CopyProgress`; its replicas are in one piece of memory."""
     cdef public uint64_t durable, replicated, epoch
     cdef frozenset _waited_for
-    cdef Replica *replicas
-    cdef int used
+    cdef Replica *replicas  # `few`, or memory of their own
+    cdef Replica few[FEW_REPLICAS]
+    cdef int used, room
 
     def __cinit__(self):
-        self._waited_for, self.replicas, self.used = frozenset(), NULL, 0
+        self._waited_for, self.replicas, self.used, self.room = frozenset(), self.few, 0, FEW_REPLICAS
 
     def __dealloc__(self):
         cdef int i
         for i in range(self.used):
             Py_XDECREF(self.replicas[i].node)
-        free(self.replicas)
+        if self.replicas != self.few:
+            free(self.replicas)
 
     cdef Replica *find(self, node, bint new) except? NULL:
         """The replica on this node; NULL if there is none and `new` is false."""
@@ -48,15 +54,20 @@ cdef class CopyProgress:
                 return &self.replicas[i]
         if not new:
             return NULL
-        more = <Replica *> realloc(self.replicas, (self.used + 1) * sizeof(Replica))
-        if more == NULL:
-            raise MemoryError
-        self.replicas = more
+        if self.used == self.room:
+            more = <Replica *> malloc(2 * self.room * sizeof(Replica))
+            if more == NULL:
+                raise MemoryError
+            memcpy(more, self.replicas, self.used * sizeof(Replica))
+            if self.replicas != self.few:
+                free(self.replicas)
+            self.replicas = more
+            self.room *= 2
         node = named(node)
         Py_INCREF(node)
-        more[self.used] = Replica(<PyObject *> node, -1, NAN, False)
+        self.replicas[self.used] = Replica(<PyObject *> node, -1, NAN, False)
         self.used += 1
-        return &more[self.used - 1]
+        return &self.replicas[self.used - 1]
 
     @property
     def waited_for(self):
@@ -119,16 +130,33 @@ def wrote(list reached not None, dict copies not None, double now):
     return found
 
 
+cdef inline PyObject *fetch_copy(dict copies, partition) except? NULL:
+    """The copy of this partition, on its way to the cache; NULL if there is none."""
+    cdef PyObject *made = PyDict_GetItemWithError(copies, partition)
+    if made != NULL:
+        fetch_soon(made)
+        fetch_soon(<const uint8_t *> made + 64)
+        fetch_soon(<const uint8_t *> made + 128)
+    return made
+
+
 def covered(list held not None, dict copies not None):
-    cdef PyObject *made
+    cdef PyObject *made[PAIRS]
+    cdef Table table
     cdef uint64_t seqno
-    for entry in held:
-        made = PyDict_GetItemWithError(copies, (<Table?> (<tuple?> entry)[0]).id)
-        if made == NULL:
-            return False
-        seqno = (<tuple> entry)[1]
-        if (<CopyProgress?> <object> made).replicated < seqno and (<object> made).watermark < seqno:
-            return False
+    cdef Py_ssize_t start, i, count = PyList_GET_SIZE(held)
+    for start in range(0, count, PAIRS):
+        for i in range(start, min(start + PAIRS, count)):
+            table = <Table?> (<tuple?> <object> PyList_GET_ITEM(held, i))[0]
+            fetch_soon(&table.durable)  # what is covered is released next
+            made[i - start] = fetch_copy(copies, table.id)
+            if made[i - start] == NULL:
+                return False
+        for i in range(start, min(start + PAIRS, count)):
+            seqno = (<tuple> <object> PyList_GET_ITEM(held, i))[1]
+            copy = <object> made[i - start]
+            if (<CopyProgress?> copy).replicated < seqno and copy.watermark < seqno:
+                return False
     return True
 
 
@@ -137,38 +165,41 @@ def acknowledge(pairs, dict copies not None, node, dict epochs not None, double 
     cdef const uint8_t *p
     cdef list left = []
     cdef CopyProgress copy
-    cdef PyObject *made
+    cdef PyObject *made[PAIRS]
+    cdef PyObject *epoch
     cdef Replica *replica
     cdef uint64_t seqno, reached
-    cdef Py_ssize_t at
+    cdef Py_ssize_t start, at
     cdef int i
     node = named(node)
     PyObject_GetBuffer(pairs, &view, PyBUF_SIMPLE)
     try:
         if view.len % 10:
             raise ValueError(f"{view.len} bytes are not pairs of 10")
-        for at in range(0, view.len, 10):
-            p = <const uint8_t *> view.buf + at
-            partition, seqno = get16(p), get64(p + 2)
-            made = PyDict_GetItemWithError(copies, partition)
-            if made == NULL:
-                left.append((partition, seqno))
-                continue
-            copy = <CopyProgress?> <object> made
-            made = PyDict_GetItemWithError(epochs, partition)
-            replica = copy.find(node, False)
-            if made == NULL or <uint64_t> <object> made != copy.epoch or replica == NULL or not replica.waited:
-                left.append((partition, seqno))
-                continue
-            if replica.held < 0 or seqno > <uint64_t> replica.held:
-                reached = min(seqno, copy.durable)
-                replica.held = <int64_t> reached
-                for i in range(copy.used):
-                    if copy.replicas[i].waited:
-                        reached = min(reached, <uint64_t> max(copy.replicas[i].held, 0))
-                if reached > copy.replicated:
-                    copy.replicated = reached
-            replica.since = now if <uint64_t> replica.held < copy.durable else NAN
+        for start in range(0, view.len, 10 * PAIRS):
+            for at in range(start, min(start + 10 * PAIRS, view.len), 10):
+                made[(at - start) // 10] = fetch_copy(copies, get16(<const uint8_t *> view.buf + at))
+            for at in range(start, min(start + 10 * PAIRS, view.len), 10):
+                p = <const uint8_t *> view.buf + at
+                partition, seqno = get16(p), get64(p + 2)
+                if made[(at - start) // 10] == NULL:
+                    left.append((partition, seqno))
+                    continue
+                copy = <CopyProgress?> <object> made[(at - start) // 10]
+                epoch = PyDict_GetItemWithError(epochs, partition)
+                replica = copy.find(node, False)
+                if epoch == NULL or <uint64_t> <object> epoch != copy.epoch or replica == NULL or not replica.waited:
+                    left.append((partition, seqno))
+                    continue
+                if replica.held < 0 or seqno > <uint64_t> replica.held:
+                    reached = min(seqno, copy.durable)
+                    replica.held = <int64_t> reached
+                    for i in range(copy.used):
+                        if copy.replicas[i].waited:
+                            reached = min(reached, <uint64_t> max(copy.replicas[i].held, 0))
+                    if reached > copy.replicated:
+                        copy.replicated = reached
+                replica.since = now if <uint64_t> replica.held < copy.durable else NAN
     finally:
         PyBuffer_Release(&view)
     return left

@@ -40,14 +40,12 @@ from upper.storage.files import File, Files
 from upper.storage.journal import Journal
 from upper.storage.partition import FAST_SEQNOS, PartitionStore
 from upper.storage.recovery import WriteRecovery
-from upper.storage.release import Commit, Listener, ReleaseQueue
+from upper.storage.release import WORTH_A_BATCH, Commit, Listener, ReleaseQueue
 from upper.storage.rollback import Rollbacks
 from upper.storage.settings import MIB, Durability, StorageSettings
 from upper.storage.writer import BatchOutcome, JournalBatch, JournalWriter, write
 
 log = logging.getLogger("upper.storage")
-
-WORTH_A_BATCH = 64  # records; with fewer, one more batch costs its subscribers more than it saves
 
 
 class BucketStore:
@@ -197,6 +195,7 @@ class BucketStore:
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the threads that write batches and compact, and the timer that expires items."""
         self._loop = loop
+        self.releases.attach(loop)
         self._writer = JournalWriter(self.journal, loop, self._collect)
         self.compactor.start(loop)
         self.reader.start(self.in_loop)
@@ -214,8 +213,8 @@ class BucketStore:
     def kick(self) -> None:
         """Schedule a batch of `pending`, after this iteration of the loop or after the present batch.
 
-        While more changes wait for replicas than the open batch has, it grows: each batch costs every node
-        that stores it the same, however many changes it has. `ReleaseQueue.release` calls this again.
+        A batch that would be small may grow first (`ReleaseQueue.grows`): each batch costs every node that
+        stores it the same, however many changes it has. `ReleaseQueue` calls this again.
         """
         if self._loop is None or self._scheduled or self._is_writing or self._grows():
             return
@@ -232,11 +231,10 @@ class BucketStore:
         self.kick()
 
     def _grows(self, unpublished: int = 0) -> bool:
-        """Whether the open batch is to wait for the release of others; `unpublished` are changes of one."""
-        waiting = self.releases.waiting + (unpublished if self.releases.holding else 0)
-        if self._urgent or self.facts_pending or waiting < WORTH_A_BATCH:
+        """Whether the open batch is to wait for others; `unpublished` are changes of one."""
+        if self._urgent or self.facts_pending:
             return False
-        return len(self.pending) < waiting
+        return self.releases.grows(self.ticket, len(self.pending), unpublished)
 
     def hasten(self) -> None:
         """`kick`, at a point where memory agrees with `pending`: half of a large batch is written at once.
