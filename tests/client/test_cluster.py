@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -328,3 +329,21 @@ def test_seqnos_name_the_partition_whose_node_does_not_answer(cluster: Several) 
         cluster.stop(2)
         with pytest.raises(NotMyPartition, match=r"partition 2 has no active copy that answers \(127"):
             bucket.seqnos()
+
+
+def test_a_long_wait_for_a_dead_node_names_the_partition_in_the_log_and_in_the_error(
+    cluster: Several, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sync of a bucket with a dead node was silent for a minute, and then named an address only."""
+    missing = r"partition 2 has no active copy that answers \(127\.0\.0\.1:\d+ cannot be reached"
+    with upper.connect(cluster.url, timeout=6) as bucket:
+        cluster.stop(2)
+        with pytest.raises(Unreachable, match=missing):
+            bucket.failover_logs()
+        with pytest.raises(Unreachable, match="no active copy") as error:
+            bucket.set(key_in(bucket, 2), "v")
+        assert not error.value.sent
+    said = [record.getMessage() for record in caplog.records if record.name == "upper.client.routing"]
+    assert len(said) == 2, "once for each call"
+    assert re.match(missing, said[0])
+    assert said[0].endswith("trying again")

@@ -220,6 +220,23 @@ def test_a_partition_whose_stream_ends_while_it_is_stopped_interrupts_no_other(t
     run(main)
 
 
+def test_the_log_of_a_refused_partition_is_a_sentence_without_the_map(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        other = await Member(tmp_path / "a").start()
+        copy = await Member(tmp_path / "b", node_id=REPLICA).start()
+        with caplog.at_level(logging.INFO):
+            copy.follow(other)
+            await until(lambda: "does not send it yet" in caplog.text)
+        assert "node-a does not send it yet: it is not the active copy there" in caplog.text
+        assert "vBucketServerMap" not in caplog.text
+        await copy.stop()
+        await other.stop()
+
+    run(main)
+
+
 def test_a_link_opens_again_when_the_active_node_is_back(tmp_path: Path) -> None:
     async def main() -> None:
         active, copy = await two(tmp_path)

@@ -34,6 +34,7 @@ from upper.wire.packet import HEADER, HEADER_SIZE, REQUEST, pack
 # A failover takes seconds, and the requests of a call are few: it is retried often.
 RETRIES = BackoffSettings(most=0.25)
 FIRST_TRY = 2.5  # seconds that one of several nodes has to answer; a failover takes a little longer
+LONG_WAIT = 16  # tries after which the log states what a call waits for: longer than a failover takes
 AT_THE_MOMENT = (Status.TEMPORARY_FAILURE, Status.BUSY)  # nothing was performed, and a later try may succeed
 
 
@@ -223,9 +224,13 @@ class RequestRouter:
                 if not again and getattr(error, "sent", False):
                     raise error
                 self.suspects.add(node)
+                unanswered = _unanswered(routes, requests, pending, answers, {*repeat}, node)
                 # At the deadline every node is late; the earlier error is more helpful.
-                why = why if why is not None and isinstance(error, TimedOut) else error
-                repeat += _unanswered(routes, requests, pending, answers, {*repeat}, node)
+                if why is None or not isinstance(error, TimedOut):
+                    why = error
+                    if unanswered and len(routes.nodes) > 1:
+                        why = _of_partition(requests[unanswered[0]][0], error)
+                repeat += unanswered
             if repeat:
                 yield from self._prepare_repeat(
                     routes, [requests[index][0] for index in repeat], backoff, why
@@ -264,10 +269,23 @@ class RequestRouter:
         with suppress(Unreachable, Refused):
             yield from self.learn()
         if not moved():
+            if backoff.tries == LONG_WAIT:
+                import logging  # only here: a program that makes one short call starts faster
+
+                logging.getLogger(__name__).warning("%s; trying again", str(why).partition(";")[0])
             try:
                 yield Wait(backoff.next())
             except TimedOut as late:
                 raise why or late from None
+
+
+def _of_partition(partition: int, failure: UpperError) -> UpperError:
+    """The error of a node that cannot be reached, with the partition that is missing because of it."""
+    if type(failure) is not Unreachable:
+        return failure
+    error = Unreachable(str(no_active_copy(partition, why=str(failure))))
+    error.sent = failure.sent
+    return error
 
 
 def _repeated(status: int, wait: bool, again: bool) -> bool:

@@ -58,7 +58,7 @@ from upper.record.layout import (
     U32,
 )
 from upper.storage import Commit
-from upper.wire.codes import Side
+from upper.wire.codes import Side, Status
 from upper.wire.packet import pack
 from upper.wire.upr import UPR
 
@@ -464,4 +464,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _sentence(message: Refusal) -> str:
+    if message.status == Status.NOT_MY_VBUCKET:  # its value is the cluster map, and no sentence
+        return "it is not the active copy there"
     return message.value[:200].decode(errors="replace")
