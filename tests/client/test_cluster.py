@@ -343,7 +343,7 @@ def test_a_long_wait_for_a_dead_node_names_the_partition_in_the_log_and_in_the_e
         with pytest.raises(Unreachable, match="no active copy") as error:
             bucket.set(key_in(bucket, 2), "v")
         assert not error.value.sent
-    said = [record.getMessage() for record in caplog.records if record.name == "upper.client.routing"]
-    assert len(said) == 2, "once for each call"
-    assert re.match(missing, said[0])
-    assert said[0].endswith("trying again")
+    logged = [record.getMessage() for record in caplog.records if record.name == "upper.client.routing"]
+    assert len(logged) == 2, "once for each call"
+    assert re.match(missing, logged[0])
+    assert logged[0].endswith("trying again")
