@@ -357,3 +357,20 @@ def test_filters_of_spark_narrow_what_is_read() -> None:
 
 def test_the_columns_of_spark_are_those_of_a_change() -> None:
     assert [part.split()[0] for part in ValueForms().columns.split(", ")] == change_schema().names
+
+
+def test_a_query_is_as_current_as_the_newest_state_that_it_has_all_of() -> None:
+    def offset(*seqnos: int) -> Offset:
+        log = FailoverLog((Version(BranchId(7), Seqno(0)),))
+        return Offset(
+            {Partition(p): PartitionOffset(Seqno(s), ResumePoints(log)) for p, s in enumerate(seqnos)}
+        )
+
+    states = [(1000 * at, offset(*highs).seqnos) for at, highs in enumerate([(0, 0), (5, 2), (5, 9), (6, 9)])]
+    assert plan.current_at(offset(6, 9), states) == 3000
+    assert plan.current_at(offset(5, 9), states) == 2000
+    assert plan.current_at(offset(5, 8), states) == plan.current_at(offset(9, 2), states) == 1000
+    assert plan.current_at(offset(4, 9), states) == 0
+    assert plan.current_at(offset(4, 9), states[1:]) is None
+    assert Offset.from_json(offset(1).to_json()).current is None
+    assert Offset.from_json({**offset(1).to_json(), "current": 17}).current == 17

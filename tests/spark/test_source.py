@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,6 +244,35 @@ def test_a_live_query_reports_how_far_the_bucket_is(spark: SparkSession, node: N
             assert upper.spark.lag(shown) == 0
     finally:
         query.stop()
+
+
+def test_a_query_that_is_behind_shows_changes_and_seconds(
+    spark: SparkSession, node: Node, tmp_path: Path
+) -> None:
+    got: list[Any] = []
+    with upper.connect(node.url) as bucket:
+        bucket.set_many({f"k{i}": b"v" for i in range(320)})
+        query = start(
+            stream(spark, node, maxRowsPerBatch="40"), got, tmp_path / "checkpoint", availableNow=True
+        )
+        assert query.awaitTermination(60)
+    shown = [one for one in query.recentProgress if one["numInputRows"]]
+    assert len(shown) > 3
+    left, first = 320, datetime.fromisoformat(shown[0]["timestamp"])
+    for one in shown:
+        left -= one["numInputRows"]
+        assert upper.spark.lag(one) == left
+        ended = datetime.fromisoformat(one["timestamp"]) + timedelta(
+            milliseconds=one["durationMs"]["triggerExecution"]
+        )
+        if left and one is not shown[0]:  # it has never had everything: the seconds count from its beginning
+            assert upper.spark.lag_seconds(one) > (ended - first).total_seconds() / 2
+        assert upper.spark.lag_seconds(one) > 0, "a batch takes a while"
+    assert left == 0
+    current = [json.loads(one["sources"][0]["endOffset"])["current"] for one in shown]
+    assert len(set(current[:-1])) == 1
+    assert current[-1] > current[0], "the last batch has all that the bucket had when it was planned"
+    assert upper.spark.lag_seconds(None) == upper.spark.lag(None) == 0
 
 
 def test_what_is_written_twice_is_there_once(spark: SparkSession, node: Node, tmp_path: Path) -> None:

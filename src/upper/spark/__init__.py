@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, SparkSession
 
-__all__ = ["lag", "partition_of", "register"]
+__all__ = ["lag", "lag_seconds", "partition_of", "register"]
 
 
 def register(spark: SparkSession) -> None:
@@ -49,18 +50,40 @@ def partition_of(key: Column | str, partitions: int) -> Column:
 
 
 def lag(progress: Mapping[str, Any] | None) -> int:
-    """Changes that a query had not read yet, from `query.lastProgress`: the sum over its sources."""
-    behind = 0
-    for source in (progress or {}).get("sources", ()):
-        newest, reached = (_seqnos(source.get(name)) for name in ("latestOffset", "endOffset"))
-        if newest is not None and reached is not None:
-            behind += max(0, newest - reached)
-    return behind
+    """Changes that a query had not read yet, from `query.lastProgress`: the sum over its sources.
+
+    Spark requests the state of the bucket when it plans a batch. So these are the changes that the batch
+    leaves to later ones, which it does if it has a limit.
+    """
+    return sum(map(_lag, (progress or {}).get("sources", ())))
 
 
-def _seqnos(offset: Any) -> int | None:
+def lag_seconds(progress: Mapping[str, Any] | None) -> float:
+    """How old a state of the bucket the query had all of when a trigger ended, from `query.lastProgress`.
+
+    Everything that was written that long before is in the batch or in earlier ones. 0 if there was nothing to
+    read; of several sources, the oldest. Of a query that has never had everything: the time since it began.
+    """
+    if not progress:
+        return 0.0
+    began = datetime.fromisoformat(str(progress["timestamp"]))
+    took = float((progress.get("durationMs") or {}).get("triggerExecution", 0)) / 1000
+    ages = [0.0]
+    for source in progress.get("sources", ()):
+        current = _number(source.get("endOffset"), "current")
+        if current is not None and (source.get("numInputRows") or _lag(source)):
+            ages.append(began.timestamp() + took - current / 1000)
+    return max(ages)
+
+
+def _lag(source: Mapping[str, Any]) -> int:
+    newest, reached = (_number(source.get(name), "seqnos") for name in ("latestOffset", "endOffset"))
+    return 0 if newest is None or reached is None else max(0, newest - reached)
+
+
+def _number(offset: Any, name: str) -> int | None:
     try:
         value = json.loads(offset) if isinstance(offset, str) else offset
-        return int(value["seqnos"])
+        return int(value[name])
     except (TypeError, ValueError, KeyError):
         return None

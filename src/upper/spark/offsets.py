@@ -8,7 +8,8 @@ writes them: the safe positions, and the failover log. A safe position is a seqn
 consistent, so it can roll back to it. `105<80` instead of `105`: the batch that ends here first rolls the
 query back to 80. The rollback is part of the offset, so that a batch that is run again after a crash begins
 with the same one. `turn` is the partition that comes first in the next batch that has a limit. `seqnos` is
-the sum over all partitions; the difference of two of them is a lag in changes.
+the sum over all partitions; the difference of two of them is a lag in changes. `current`, if it is there, is
+the time (ms since 1970) of a state of the bucket of which the query has everything up to this offset.
 
 From 64 partitions on the mapping is packed: 1,024 partitions take 30 to 60 KB. Version 1, which
 had one safe position in each partition, is still read.
@@ -86,6 +87,7 @@ class Offset:
     partitions: Mapping[Partition, PartitionOffset] = field(default_factory=dict)
     turn: int = 0
     planned: bool = True  # False: the state of a bucket, reported without the position of the query
+    current: int | None = None  # ms: everything that the bucket had then is before this offset
 
     def of(self, partition: Partition) -> PartitionOffset:
         return self.partitions.get(partition, NOWHERE)
@@ -99,6 +101,8 @@ class Offset:
         value: dict[str, Any] = {"version": VERSION, "turn": self.turn, "seqnos": sum(self.seqnos.values())}
         if not self.planned:
             value["planned"] = False
+        if self.current is not None:
+            value["current"] = self.current
         return value | ({"partitions": texts} if len(texts) < PACK_FROM else {"packed": pack(texts)})
 
     @classmethod
@@ -114,7 +118,13 @@ class Offset:
             read = _offset if value["version"] == VERSION else _version_1
             texts: Any = unpack(value["packed"]) if "packed" in value else value["partitions"]
             partitions = {Partition(as_number(name, 65535, name)): read(text) for name, text in texts.items()}
-            return cls(partitions, int(value.get("turn", 0)), planned=bool(value.get("planned", True)))
+            current = value.get("current")
+            return cls(
+                partitions,
+                int(value.get("turn", 0)),
+                planned=bool(value.get("planned", True)),
+                current=None if current is None else int(current),
+            )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadCheckpoint(
                 f"this is not an offset of a upr query ({error!r}); give one that a query reported, "

@@ -144,6 +144,17 @@ def _move(
     return PartitionOffset(most, safe_points(log, offset.safe.ends))
 
 
+def current_at(end: Offset, seen: Sequence[tuple[int, Mapping[Partition, Seqno]]]) -> int | None:
+    """The time of the newest state, of those that were seen, that a batch with this end has all of.
+
+    `seen`: times and the high seqnos that the bucket had then, oldest first.
+    """
+    for at, highs in reversed(seen):
+        if all(end.of(partition).seqno >= high for partition, high in highs.items()):
+            return at
+    return None
+
+
 def read_ranges(start: Offset, end: Offset) -> list[ReadRange]:
     """What a batch reads, from its two offsets alone."""
     found = []

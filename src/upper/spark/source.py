@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -50,6 +51,7 @@ from upper.spark.pushdown import pushed
 from upper.spark.worker import settle
 
 log = logging.getLogger(__name__)
+MAX_SEEN = 32  # states of the bucket that a query remembers while it has not read all of them
 
 
 class UprDataSource(DataSource):
@@ -178,8 +180,19 @@ class PushdownReader(ChangesReader):
 class _StreamReader(_Reader, DataSourceStreamReader):
     """A stream: micro-batches that end at the high seqnos of a moment."""
 
+    def __init__(self, options: SourceOptions, schema: StructType, *, width: int) -> None:
+        super().__init__(options, schema, width=width)
+        self._looked_at = 0  # ms
+        # States of the bucket, and when; from the last one on that the query has all of.
+        self._seen: list[tuple[int, Mapping[Partition, Seqno]]] = []
+
+    def _look(self) -> BucketState:
+        self._looked_at = int(time.time() * 1000)  # before: what is written meanwhile may not be in it
+        return super()._look()
+
     def initialOffset(self) -> dict[str, Any]:
-        return _resolved(self._options.start, self._look()).to_json()
+        # Of a query that has never had everything, the lag counts from its beginning.
+        return replace(_resolved(self._options.start, self._look()), current=self._looked_at).to_json()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """The bucket as it is now, for the progress of the query."""
@@ -190,6 +203,17 @@ class _StreamReader(_Reader, DataSourceStreamReader):
             log.info("upr: the progress of the query shows an older state of the bucket: %s", error)
             highs = dict(bucket_state.highs)
         return plan.now(replace(bucket_state, highs=highs)).to_json()
+
+    def _dated(self, end: Offset, stood: Offset) -> Offset:
+        """The end of a batch, with the time of the state that the query has all of after it."""
+        self._seen.append((self._looked_at, (self._bucket_state or self._look()).highs))
+        if len(self._seen) > MAX_SEEN:
+            del self._seen[1::2]
+        found = plan.current_at(end, self._seen)
+        if found is None:
+            found = self._seen[0][0] if stood.current is None else stood.current
+        self._seen = [each for each in self._seen if each[0] >= found]
+        return replace(end, current=found)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         return self._slices(Offset.from_json(start), Offset.from_json(end), whole=False)
@@ -238,7 +262,7 @@ class ChangesStreamReader(_StreamReader, SupportsTriggerAvailableNow):
             return start
         _log_rollbacks(stood, end)
         log.debug("upr: %d changes behind", lag(stood.seqnos, bucket_state))
-        return end.to_json()
+        return self._dated(end, stood).to_json()
 
     def _rows(self, limit: ReadLimit) -> int | None:
         if isinstance(limit, ReadAllAvailable):
@@ -279,10 +303,11 @@ class UnlimitedStreamReader(_StreamReader):
     def latestOffset(self) -> dict[str, Any]:  # type: ignore[override]
         bucket_state = self._look()
         if self._stood is None:
-            return plan.reported(bucket_state).to_json()
+            return replace(plan.reported(bucket_state), current=self._looked_at).to_json()
         self._check(self._stood, bucket_state)
         safe = plan.settled(self._stood, bucket_state)
-        return plan.advance(self._stood, bucket_state, safe=safe).to_json()
+        end = plan.advance(self._stood, bucket_state, safe=safe)
+        return (end if end is self._stood else self._dated(end, self._stood)).to_json()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         stood, asked = Offset.from_json(start), Offset.from_json(end)
