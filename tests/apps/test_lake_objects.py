@@ -40,7 +40,7 @@ from upper.apps.lake.maintenance import compact, remove_retired
 from upper.apps.lake.position import LakePosition
 from upper.apps.lake.query import query
 from upper.apps.lake.schema import CHANGES, LATEST, LakeLayout
-from upper.apps.lake.store import LocalStore, ObjectStore, open_store
+from upper.apps.lake.store import LakeStore, LocalStore, ObjectStore, open_store
 from upper.apps.lake.sync import Sync
 from upper.apps.lake.tables import LakeTable
 from upper.apps.lake.verify import verify
@@ -90,7 +90,7 @@ def test_a_driver_that_is_killed_around_any_commit_is_followed_by_the_next(url: 
 
 
 @contextmanager
-def killed_before_operation(number: int) -> Iterator[list[int]]:
+def killed_before_operation(number: int, store: type[LakeStore] = ObjectStore) -> Iterator[list[int]]:
     """The driver dies before its operation of this number on the store: a put, a removal or a commit."""
     done = [0]
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ def killed_before_operation(number: int) -> Iterator[list[int]]:
 
             return operation
 
-        for kind, name in ((ObjectStore, "write"), (ObjectStore, "remove"), (DeltaTable, COMMIT)):
+        for kind, name in ((store, "write"), (store, "write_again"), (store, "remove"), (DeltaTable, COMMIT)):
             patch.setattr(kind, name, counted(getattr(kind, name)))
         yield done
 

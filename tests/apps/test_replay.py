@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.apps.lake import replay
-from upper.apps.lake.replay import fold, fold_group, ordered
+from upper.apps.lake.replay import by_partition, fold, fold_group, keys_differ, ordered, split_live
 from upper.apps.lake.schema import CHANGES, LATEST, file_schema
 from upper.model.values import Partition
 
@@ -139,3 +140,54 @@ def test_a_group_is_folded_partition_by_partition_and_ordered_by_key(
         assert parts(made, p).to_pylist() == live
         found += len(live)
     assert len(made) == found
+
+
+@given(happened.map(sorted))
+def test_all_changes_are_split_into_the_newest_of_live_keys_and_the_others(
+    story: list[tuple[int, str, int]],
+) -> None:
+    rows = table(
+        [
+            {"partition": p, "seqno": seqno, "operation": kind}
+            | ({} if kind in ("flush", "erased") else {"key": bytes([letter]), "value": b"%d" % seqno})
+            for seqno, (p, kind, letter) in enumerate(story, 1)
+        ]
+    )
+    live, others = split_live(rows)
+    names = file_schema(LATEST).names
+    folded = fold_group(file_schema(LATEST).empty_table(), rows, afresh=frozenset())
+    assert live.select(names).equals(ordered(folded))
+    assert ordered(pa.concat_tables([live, others])).equals(rows)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.binary(max_size=20)), max_size=40),
+    st.integers(1, 7),
+    st.integers(0, 3),
+)
+def test_a_key_that_is_in_a_partition_twice_is_found(
+    keys: list[tuple[int, bytes]], chunk: int, skipped: int
+) -> None:
+    rows = table([{"partition": p, "key": key} for p, key in keys])
+    parts = [rows.slice(start, chunk) for start in range(0, len(rows), chunk)]
+    cut = pa.concat_tables([rows.slice(0, 0), *parts]).slice(skipped)  # chunks that begin inside others
+    left = keys[skipped:]
+    assert keys_differ(cut) == (len(set(left)) == len(left))
+
+
+def test_many_keys_that_differ_differ_and_one_that_repeats_is_found() -> None:
+    """Many: so that rows share slots of the table in which they are compared."""
+    keys = [{"partition": 1, "key": b"%08d:%d" % (number, number % 7)} for number in range(20_000)]
+    assert keys_differ(table(keys))
+    assert not keys_differ(table([*keys, keys[137]]))
+    assert keys_differ(table([*keys, {**keys[137], "partition": 2}]))
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(1, 5))
+def test_a_table_is_cut_where_the_partition_changes(partitions: list[int], chunk: int) -> None:
+    rows = at([(partition, seqno) for seqno, partition in enumerate(partitions, 1)])
+    parts = [rows.slice(start, chunk) for start in range(0, len(rows), chunk)]
+    found = list(by_partition(pa.concat_tables([rows.slice(0, 0), *parts])))
+    assert [partition for partition, part in found for _ in range(len(part))] == partitions
+    assert all(one[0] != other[0] for one, other in pairwise(found))
+    assert pa.concat_tables([rows.slice(0, 0), *(part for _, part in found)]).equals(rows)

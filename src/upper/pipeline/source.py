@@ -38,11 +38,14 @@ class BucketState:
 
 
 class ChangeReader(Protocol):
-    """Changes that are being read. `places` and `rollbacks` are complete once the iteration has ended."""
+    """Changes that are being read. `places` and `rollbacks` are final once the iteration has ended."""
 
     @property
     def places(self) -> Mapping[Partition, ResumePoints]:
-        """The end of the last whole snapshot of each partition."""
+        """The end of the last whole snapshot of each partition.
+
+        During the iteration: of those partitions alone that have been read to their end, as it seems.
+        """
         ...
 
     @property
@@ -172,8 +175,20 @@ class BucketReader:
     ) -> None:
         self._source, self._starts, self._ends = source, starts, ends
         self._whole, self._on_rollback = whole, on_rollback
-        self.places: dict[Partition, ResumePoints] = {}
+        begins = Positions(starts)
         self.rollbacks: dict[Partition, Seqno] = {}
+        self._positions: Callable[[], Positions] = lambda: begins
+        self._ended = False
+
+    @property
+    def places(self) -> dict[Partition, ResumePoints]:
+        reached, found = self._positions(), {}
+        for partition in self._starts:
+            known = reached.known(partition)
+            whole = self._ended or (known.ends and known.ends[-1] >= self._ends[partition])
+            if whole and partition not in self.rollbacks:
+                found[partition] = ResumePoints(known.log, known.ends[-1:])
+        return found
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         source = self._source
@@ -190,14 +205,12 @@ class BucketReader:
                 **source.filters.arguments(),
             )
             with changes:
+                self._positions = lambda: changes.positions
                 for batch in changes:
                     if (kept := self._kept(batch)).num_rows:
                         yield kept
                 reached = changes.positions
-                for partition in self._starts:
-                    if partition not in self.rollbacks:
-                        known = reached.known(partition)
-                        self.places[partition] = ResumePoints(known.log, known.ends[-1:])
+            self._positions, self._ended = lambda: reached, True
 
     def _kept(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The rows to yield: without unwanted flushes, and without rows of partitions that were sent back."""

@@ -43,9 +43,11 @@ def compact(lake: Lake, runner: Runner, *, crowded: int = 2) -> int:
 
 def _compact(lake: Lake, table: LakeTable, runner: Runner, crowded: int) -> int:
     held = table.files()
+    # A file of a first filling is on disk once for both tables, until `latest` is rewritten there.
+    shared = {file.path for file in lake.latest.files()} if table is lake.changes else set()
     small: dict[int, list[DataFile]] = {}
     for file in held:
-        if file.size < SMALL:
+        if file.size < SMALL and file.path not in shared:
             small.setdefault(file.group, []).append(file)
     tasks = [
         MergeFiles(lake.root, lake.layout, table.name, part)

@@ -21,6 +21,9 @@ from upper.pipeline.changes import FLUSH, MUTATION
 from upper.pipeline.plan import RollbackPlan
 
 LONG_RUN = 200  # rows of one partition, on average, that are moved as a slice of the table
+HASH_ROUNDS = 4
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # spreads the bits of a number over its upper half
+LOW_BYTES = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
 MOVED_AT_ONCE = 2**30  # bytes; past 2**31 of one column Arrow cannot take rows by number
 
 
@@ -97,12 +100,20 @@ def _in_order(partitions: Any, seqnos: Any) -> bool:
 
 def by_partition(rows: pa.Table, column: str = "partition") -> Iterator[tuple[Partition, pa.Table]]:
     """The stretches of an ordered table, one a partition; nothing is copied."""
-    if not len(rows):
-        return
-    partitions = numbers(rows[column])
-    edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist(), len(rows)]
-    for start, end in pairwise(edges):
-        yield Partition(int(partitions[start])), rows.slice(start, end - start)
+    starts: list[tuple[int, int]] = []  # (partition, row)
+    at = 0
+    for chunk in rows[column].chunks:
+        partitions = numbers(pa.chunked_array([chunk]))
+        if len(chunk) and (partitions == partitions[0]).all():  # most chunks of a backfill
+            edges = [0]
+        else:
+            edges = [0, *(np.flatnonzero(np.diff(partitions)) + 1).tolist()] if len(chunk) else []
+        for edge in edges:
+            if not starts or starts[-1][0] != partitions[edge]:
+                starts.append((int(partitions[edge]), at + edge))
+        at += len(chunk)
+    for (partition, start), (_, end) in pairwise([*starts, (-1, at)]):
+        yield Partition(partition), rows.slice(start, end - start)
 
 
 def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
@@ -161,6 +172,65 @@ def _built(changes: pa.Table) -> pa.Table:
         # The sort is stable, so that the newest row of a key is its last.
         rows = rows.filter(pa.concat_arrays([pc.invert(repeated), pa.array([True])]))
     return rows if all_live else rows.filter(pc.equal(rows["operation"], MUTATION)).select(names)
+
+
+def split_live(rows: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """All changes of some partitions: the newest ones of live keys, and the others. Both stay in order."""
+    none = rows.slice(0, 0)
+    if pc.all(pc.equal(rows["operation"], MUTATION)).as_py() and keys_differ(rows):
+        return rows, none  # the usual case, and nothing is copied
+    live, others = [none], [none]
+    for _, part in by_partition(rows):
+        newest = fold(file_schema(LATEST).empty_table(), part)["seqno"].combine_chunks()
+        lives = pc.is_in(part["seqno"], value_set=newest)
+        live.append(part.filter(lives))
+        others.append(part.filter(pc.invert(lives)))
+    return pa.concat_tables(live), pa.concat_tables(others)
+
+
+def keys_differ(rows: pa.Table) -> bool:
+    """True only if no partition has a key twice. Rarely False where none has: it compares hashes."""
+    batches = rows.select(["partition", "key"]).to_batches()
+    left = np.concatenate([np.empty(0, np.uint64), *(_hashes(*batch.columns) for batch in batches)])
+    for _ in range(HASH_ROUNDS):
+        # Each row is written to a slot; of the rows of a slot the last one remains. Every other row is
+        # compared with it, and with its like in the next round. A sort takes four times as long.
+        rows_left = np.arange(len(left), dtype=np.int32)
+        bits = (4 * len(left)).bit_length()
+        slots = (left >> np.uint64(64 - bits)).astype(np.int64)
+        table = np.empty(1 << bits, np.int32)
+        table[slots] = rows_left
+        stayed = table[slots]
+        lost = np.flatnonzero(stayed != rows_left)
+        if np.any(left[stayed[lost]] == left[lost]):
+            return False
+        left = left[lost]
+    return len(np.unique(left)) == len(left)
+
+
+def _hashes(partitions: pa.Array, keys: pa.Array) -> Any:
+    """A number for each partition and key: equal ones have equal numbers."""
+    offsets, data = keys.buffers()[1:]
+    edges = np.frombuffer(offsets, np.int32, len(keys) + 1, keys.offset * 4)
+    first, last = int(edges[0]), int(edges[-1])
+    padded = np.zeros(last - first + 8, np.uint8)
+    if last > first:
+        padded[:-8] = np.frombuffer(data, np.uint8)[first:last]
+    words = np.ndarray((last - first + 1,), np.uint64, padded, strides=(1,))  # eight bytes from any place on
+    starts, sizes = edges[:-1].astype(np.int64) - first, np.diff(edges)
+    found = numbers(pa.chunked_array([partitions])).astype(np.uint64) << np.uint64(32)
+    found += sizes.astype(np.uint64)
+    shortest = int(sizes.min()) if len(sizes) else 0
+    for at in range(0, int(sizes.max(initial=0)), 8):
+        if shortest >= at + 8:
+            word = words[starts + at]
+        else:
+            word = words[np.minimum(starts + at, last - first)] & LOW_BYTES[np.clip(sizes - at, 0, 8)]
+        mixed = (found ^ word) * MULTIPLIER
+        mixed ^= mixed >> np.uint64(29)
+        # A key has the same number whatever the longest one beside it is.
+        found = mixed if shortest > at else np.where(sizes > at, mixed, found)
+    return found * MULTIPLIER
 
 
 def by_key(rows: pa.Table) -> pa.Table:

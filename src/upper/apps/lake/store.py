@@ -99,6 +99,13 @@ class LakeStore(ABC):
         """Write a file, as a whole."""
 
     @abstractmethod
+    def write_again(self, inside: str, data: bytes | pa.Buffer, written: str) -> None:
+        """Write what the file `written` has, under a second name: on disk once, where that is possible.
+
+        Each name is removed by itself. A file is never changed in place, so none of them sees the other.
+        """
+
+    @abstractmethod
     def size(self, inside: str) -> int:
         """The size of a file; FileNotFoundError if there is none."""
 
@@ -164,6 +171,14 @@ class LocalStore(LakeStore):
         path = self.directory / inside
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
+
+    def write_again(self, inside: str, data: bytes | pa.Buffer, written: str) -> None:
+        path = self.directory / inside
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.hardlink_to(self.directory / written)
+        except OSError:  # a file system without links, or across two of them
+            path.write_bytes(data)
 
     def size(self, inside: str) -> int:
         return (self.directory / inside).stat().st_size
@@ -296,6 +311,10 @@ class ObjectStore(LakeStore):
     def write(self, inside: str, data: bytes | pa.Buffer) -> None:
         with reaching(self.url), self.filesystem.open_output_stream(self.path(inside)) as file:
             file.write(data)
+
+    def write_again(self, inside: str, data: bytes | pa.Buffer, written: str) -> None:
+        """Objects have one name each."""
+        self.write(inside, data)
 
     def size(self, inside: str) -> int:
         with reaching(self.url):

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from upper.apps.lake import files
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.latest import Refreshed, RefreshPolicy, refresh
+from upper.apps.lake.position import LakePosition
 from upper.apps.lake.rewrite import RewriteFiles, RollbackCut, RowCut
 from upper.apps.lake.schema import CHANGES, DataFile
 from upper.apps.lake.tasks import WORTH_A_TASK, FindEnds, ReadRanges, TaskResult, merged
@@ -231,8 +232,9 @@ class Sync:
             self.lake.commit_changes(
                 add=done.add, remove=done.remove, lake_position=reached, lost=done.lost, kept=back
             )
-            if done.latest is not None and not lake_position.batch:
-                self.lake.commit_latest(add=done.latest, remove=(), lake_position=reached)
+            if done.filled and not lake_position.batch:
+                filled = LakePosition().advanced(frozenset(done.filled), reached)
+                self.lake.commit_latest(add=done.latest, remove=(), lake_position=filled)
         this = self._round
         this.number, this.rows, this.size = reached.batch, done.rows, done.size
         this.rolled_back, this.lost = list(gone.values()), sum(file.rows for file in done.lost)

@@ -6,17 +6,16 @@ twice, or half of it, changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby
 from socket import gethostname
 from typing import Generic, TypeVar
 
-import numpy as np
 import pyarrow as pa
 
 from upper.apps.lake import files
-from upper.apps.lake.replay import by_partition, fold_group, newest_end, numbers, ordered, up_to
+from upper.apps.lake.replay import by_partition, fold_group, newest_end, ordered, split_live, up_to
 from upper.apps.lake.schema import BATCH, CHANGES, LATEST, UNGROUPED, DataFile, LakeLayout, file_schema
 from upper.apps.lake.store import LakeStore, Place, StoreUnavailable
 from upper.client.position_codec import ResumePoints
@@ -91,7 +90,8 @@ class TaskResult:
     places: dict[Partition, ResumePoints] = field(default_factory=dict)
     rollbacks: dict[Partition, Seqno] = field(default_factory=dict)  # producers sent these back
     rolled_back: dict[Partition, RollbackPlan] = field(default_factory=dict)
-    latest: list[DataFile] | None = None  # of a first load: what `latest` is after it
+    latest: list[DataFile] = field(default_factory=list)  # of a first filling
+    filled: set[Partition] = field(default_factory=set)  # what `latest` has after it, in those files
     reached: dict[Partition, int] = field(default_factory=dict)  # the last seqno that was written
     rows: int = 0
     size: int = 0  # bytes of keys, values and columns, as read
@@ -99,11 +99,10 @@ class TaskResult:
 
 def merged(results: Iterable[TaskResult]) -> TaskResult:
     """The results of several tasks as one."""
-    whole = TaskResult(latest=[])
+    whole = TaskResult()
     for part in results:
-        # Only the result of all tasks together is the whole of `latest`.
-        both = whole.latest is not None and part.latest is not None
-        whole.latest = [*(whole.latest or ()), *(part.latest or ())] if both else None
+        whole.latest += part.latest
+        whole.filled |= part.filled
         whole.add += part.add
         whole.remove += part.remove
         whole.lost += part.lost
@@ -131,25 +130,26 @@ class ReadRanges:
 
     def __call__(self) -> TaskResult:
         done = TaskResult()
+        # Groups whose live keys are not those of `done.latest`: a refresh makes `latest` of `changes` there.
+        lacking: set[int] = set() if self.first else set(range(self.layout.groups))
         try:
-            rows = self._read(done)
-            whole = self._drop_partial_snapshots(done)
+            self._read(done, lacking)
+            self._drop_partial_snapshots(done, lacking)
+            useless = [file for file in done.latest if file.group in lacking]
+            files.discard(self.root, LATEST, useless)
+            done.latest = [file for file in done.latest if file.group not in lacking]
+            done.filled = {p for p in done.places if self.layout.group_of(p) not in lacking}
             files.sync(self.root, CHANGES, done.add)
-            if self.first and whole and rows is not None and len(rows) == done.rows:
-                done.latest = []
-                for group, part in by_group(rows, self.layout):
-                    live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
-                    done.latest += files.write(self.root, LATEST, live, group=group)
-                files.sync(self.root, LATEST, done.latest)
+            files.sync(self.root, LATEST, done.latest)
         except BaseException:
             # The next attempt writes it all again: on a full disk nothing else would ever help.
-            for table, held in ((CHANGES, done.add), (LATEST, done.latest or ())):
+            for table, held in ((CHANGES, done.add), (LATEST, done.latest)):
                 files.discard(self.root, table, held)
             raise
         return done
 
-    def _read(self, done: TaskResult) -> pa.Table | None:
-        """Write the changes as they come, and record the positions; the rows that were written last."""
+    def _read(self, done: TaskResult, lacking: set[int]) -> None:
+        """Write the changes as they come, and record the positions."""
         reading = self.source.read(
             {partition: each.start for partition, each in self.ranges.items()},
             {partition: each.end for partition, each in self.ranges.items()},
@@ -161,45 +161,90 @@ class ReadRanges:
             held.append(batch.select(columns))
             size += batch.nbytes
             if size >= MEMORY:
-                self._write(held, size, done)
-                held, size = [], 0
-        rows = self._write(held, size, done)
+                ended = reading.places if self.first else None
+                held = self._write(held, done, lacking, ended=ended)
+                size = sum(batch.nbytes for batch in held)
+        self._write(held, done, lacking, ended=None)
         done.rollbacks = dict(reading.rollbacks)
         done.places = {
             partition: self.ranges[partition].reached(place)
             for partition, place in reading.places.items()
             if partition in self.ranges and partition not in done.rollbacks
         }
-        return rows
 
-    def _write(self, held: list[pa.RecordBatch], size: int, done: TaskResult) -> pa.Table | None:
-        if not held:
-            return None
-        rows = ordered(pa.Table.from_batches(held), once=True)
-        if done.reached:
-            # A snapshot that began again may repeat rows that are in a file already.
-            parts = by_partition(rows)
-            rows = pa.concat_tables(
-                [rows.slice(0, 0), *(part.slice(up_to(part, done.reached.get(p, 0))) for p, part in parts)]
-            )
-        rows = rows.append_column(BATCH, pa.repeat(pa.scalar(self.batch, pa.int64()), len(rows)))
-        done.rows += len(rows)
-        done.size += size
-        for partition, part in by_partition(rows):
-            done.reached[partition] = part["seqno"][-1].as_py()
-        done.add += write_grouped(self.root, CHANGES, rows, self.layout)
-        return rows
+    def _write(
+        self,
+        held: list[pa.RecordBatch],
+        done: TaskResult,
+        lacking: set[int],
+        *,
+        ended: Collection[Partition] | None,
+    ) -> list[pa.RecordBatch]:
+        """Write the rows that are held; returns those that stay in memory.
 
-    def _drop_partial_snapshots(self, done: TaskResult) -> bool:
-        """Write again without rows of a snapshot that did not end, or of a history that was replaced.
-
-        True when there were none.
+        `ended`: partitions that have probably been read to their end. Others stay until they have, if they
+        are not too large, because `latest` needs all changes of a partition at once.
         """
+        if not held:
+            return []
+        parts = dict(by_partition(ordered(pa.Table.from_batches(held), once=True)))
+        stays: dict[Partition, pa.Table] = {}
+        if ended is not None:
+            stays = {p: part for p, part in parts.items() if p not in ended and p not in done.reached}
+            if sum(part.nbytes for part in stays.values()) > MEMORY // 2:
+                stays = {}
+            lacking |= {self.layout.group_of(p) for p in parts if p not in ended and p not in stays}
+        # What follows rows that are in a file already: `latest` would have to be made of both.
+        lacking |= {self.layout.group_of(p) for p in parts if p in done.reached}
+        # A snapshot that began again may repeat such rows.
+        new = [part.slice(up_to(part, done.reached.get(p, 0))) for p, part in parts.items() if p not in stays]
+        rows = pa.concat_tables([pa.Table.from_batches(held[:1]).slice(0, 0), *new])
+        if len(rows):
+            done.size += rows.nbytes
+            rows = rows.append_column(BATCH, pa.repeat(pa.scalar(self.batch, pa.int64()), len(rows)))
+            done.rows += len(rows)
+            # Partitions with rows in other files, before this one or, probably, after it.
+            elsewhere = [
+                p
+                for p in self.ranges
+                if (p not in parts or p in stays)
+                and (p in done.reached or (ended is not None and p not in ended))
+            ]
+            for partition, part in by_partition(rows):
+                done.reached[partition] = part["seqno"][-1].as_py()
+            self._write_rows(rows, done, lacking, elsewhere)
+        return [batch for part in stays.values() for batch in part.to_batches()]
+
+    def _write_rows(
+        self, rows: pa.Table, done: TaskResult, lacking: set[int], elsewhere: Collection[Partition]
+    ) -> None:
+        parts = list(by_group(rows, self.layout))
+        if len(parts) > 1 and rows.nbytes <= UNGROUPED_BYTES:
+            done.add += files.write(self.root, CHANGES, rows, group=UNGROUPED)
+            for group, part in parts:
+                if group not in lacking:
+                    live = fold_group(file_schema(LATEST).empty_table(), part, afresh=frozenset())
+                    for unit in files.units(live, apart=elsewhere):
+                        done.latest += files.write(self.root, LATEST, unit, group=group)
+            return
+        for group, part in parts:
+            if group in lacking:
+                done.add += files.write(self.root, CHANGES, part, group=group)
+                continue
+            live, others = split_live(part)
+            add, latest = files.write_both(self.root, live, group=group, apart=elsewhere)
+            done.add += add
+            done.latest += latest
+            done.add += files.write(self.root, CHANGES, others, group=group)
+
+    def _drop_partial_snapshots(self, done: TaskResult, lacking: set[int]) -> None:
+        """Write again without rows of a snapshot that did not end, or of a history that was replaced."""
         ends = {}
         for partition, reached in done.reached.items():
             whole = done.places.get(partition, self.ranges[partition].start).position.seqno
             if reached > whole:
                 ends[partition] = whole
+        lacking |= {self.layout.group_of(partition) for partition in ends}
         for file in [file for file in done.add if any(map(file.may_hold, ends))]:
             rows = files.read(self.root, CHANGES, [file])
             table = pa.concat_tables(
@@ -212,7 +257,6 @@ class ReadRanges:
             done.add.remove(file)
             done.add += files.write(self.root, CHANGES, table, group=file.group)
             files.discard(self.root, CHANGES, [file])
-        return not ends
 
 
 @dataclass(frozen=True)
@@ -243,8 +287,8 @@ def write_grouped(root: Place, table: str, rows: pa.Table, layout: LakeLayout) -
 
 def by_group(rows: pa.Table, layout: LakeLayout) -> Iterator[tuple[int, pa.Table]]:
     """The rows of each group of an ordered table; nothing is copied."""
-    groups = numbers(rows["partition"]).astype(np.int64) * layout.groups // layout.partitions
-    edges = [0, *(np.flatnonzero(np.diff(groups)) + 1).tolist(), len(rows)]
-    for start, end in pairwise(edges):
-        if end > start:
-            yield int(groups[start]), rows.slice(start, end - start)
+    start = end = 0
+    for group, parts in groupby(by_partition(rows), key=lambda each: layout.group_of(each[0])):
+        end += sum(len(part) for _, part in parts)
+        yield group, rows.slice(start, end - start)
+        start = end
