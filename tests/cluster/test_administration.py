@@ -85,6 +85,8 @@ def test_a_bucket_is_placed_on_the_live_nodes_and_shown(
     text = output(capsys, "status", store.place)
     assert "bucket orders: 8 partitions, replicas=1, acknowledge=in-sync" in text
     assert "in sync: 8 of 8 partitions have all 2 copies in sync" in text
+    assert "lease and lag of n1, n2, n3 are not known: 127.0.0.1:9 cannot be reached" in text
+    assert ["127.0.0.1:9" in (node["problem"] or "") for node in shown["nodes"]] == [True, True, True, False]
 
 
 def test_status_fails_while_partitions_have_no_live_active_copy(
@@ -193,6 +195,7 @@ def test_a_failover_by_hand_promotes_in_sync_copies_and_by_force_others(
     reported = refusal(capsys, "failover", store.place, "n1", "--force")
     assert f"partition {behind}: n2 would become active, and is not in sync" in reported
     assert "nothing was changed" in reported
+    assert "n2 did not report how far its copies are, and they are promoted last: 127.0.0.1:9" in reported
     store.end("n2")
     assert main(["cluster", "failover", store.place, "n1", "--force", "--yes"]) == 1
     assert "no copy is alive; start a node that has one" in capsys.readouterr().out

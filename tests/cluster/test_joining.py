@@ -21,6 +21,7 @@ from tests.cluster.etcd import SecuredEtcd
 from tests.cluster.running import PATIENCE, History, RunningCluster
 from tests.conftest import Run
 from tests.nodes import Node
+from tests.server.certificate import made
 from tests.server.peers import Peer
 from upper.cluster import administration
 from upper.cluster.agreement.embedded import EmbeddedStore
@@ -194,7 +195,28 @@ def test_nodes_with_users_log_in_to_each_other_and_a_node_with_another_secret_ca
             state = cluster.state()
         entries = administration.bucket_of(state).entries
         assert {state.name_of(node) for entry in entries for node in entry.in_sync} == {"n1"}
-        assert "replication is interrupted" in cluster.nodes["n2"].log
+        assert "replication is interrupted, the secrets of the two nodes differ" in cluster.nodes["n2"].log
+
+
+def test_status_and_failover_by_the_store_reach_nodes_with_tls(tmp_path: Path, upper: Run) -> None:
+    certificate, key = made(tmp_path)
+    trust = ["--cluster-ca", str(certificate)]
+    options = ["--tls-cert", str(certificate), "--tls-key", str(key), *trust]
+    with RunningCluster(tmp_path, options=options) as cluster:
+        cluster.create(2)
+        cluster.until_in_sync()
+        done = upper("cluster", "status", cluster.location, *trust, "--json")
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert [node["problem"] for node in shown["nodes"]] == [None, None]
+        assert [one["lag"] for one in shown["partitions"]] == [0] * 16
+        text = upper("cluster", "status", cluster.location).stdout
+        assert "lease and lag of n1, n2 are not known: the certificate of 127.0.0.1:" in text
+        assert "name its authority: ?ca=FILE in the URL, or --cluster-ca FILE" in text
+        for access, silent in ((trust, False), ([], True)):
+            refused = upper("cluster", "failover", cluster.location, "n1", *access)
+            assert refused.returncode != 0
+            assert ("did not report" in refused.stderr) == silent
 
 
 @pytest.mark.slow

@@ -70,6 +70,13 @@ def test_state_shown_by_a_node_reads_back_as_the_same_state() -> None:
     assert whole.shown_revision == 50, "a rebalance or a lease does not change what clients see"
 
 
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_member_record_reads_back_and_one_without_tls_as_older_versions_wrote_it(tls: bool) -> None:
+    member = MemberRecord(NodeId("x"), "n1", "127.0.0.1:7000", "east", "0.2", 8091, tls=tls)
+    assert MemberRecord.from_bytes(member.id, member.to_bytes()) == member
+    assert (b"tls" in member.to_bytes()) == tls
+
+
 def test_values_that_were_not_written_by_a_node_are_refused_with_the_key() -> None:
     with pytest.raises(ClusterError, match="members/x in the agreement store is not a JSON object"):
         MemberRecord.from_bytes(NodeId("x"), b"[]")

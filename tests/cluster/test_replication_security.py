@@ -73,6 +73,7 @@ def test_a_node_without_the_secret_replicates_nothing(
             link = copy.links.links[ACTIVE]
             await until(lambda: link.state is LinkState.WAITING)
         assert "replication is interrupted" in caplog.text
+        assert password is None or "start both with the same --cluster-secret" in caplog.text
         assert not copy.node.counters.replica_connections
         assert copy[0].high == 0
         await copy.stop()

@@ -114,7 +114,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
     status = add("status", "show nodes, copies, lag and moves", store="STORE|URL")
     status.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
-    add_credentials(status)
+    _add_access(status)
 
     rebalance = add("rebalance", "spread the copies evenly over the nodes, or empty a node")
     rebalance.add_argument(
@@ -149,7 +149,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="also promote copies that are out of date, and also if the node is alive",
     )
     failover.add_argument("--yes", action="store_true", help="do not ask, even if changes are lost")
-    add_credentials(failover)
+    _add_access(failover)
 
     settings = add("set", "change settings of the bucket")
     settings.add_argument(
@@ -157,6 +157,14 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="NAME=VALUE",
         nargs="+",
         help="replicas=N, acknowledge=in-sync|local, minimum-copies=N",
+    )
+
+
+def _add_access(parser: ArgumentParser) -> None:
+    """How the command connects to the nodes, to ask how far their copies are."""
+    add_credentials(parser)
+    parser.add_argument(
+        "--cluster-ca", type=Path, metavar="FILE", help="certificates that sign those of the nodes, PEM"
     )
 
 
@@ -273,18 +281,19 @@ def wait_for_rebalance(store: AgreementStore, out: Output) -> ExitCode:
 
 
 def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
-    from upper.cli.cluster_status import access_of
+    from upper.cli.cluster_status import reports_of
     from upper.cluster.administration import bucket_of, fail_over_by_hand, planned_failover
     from upper.cluster.members import read_state
-    from upper.cluster.reports import ask_nodes
     from upper.errors import InvalidArguments
 
     state = read_state(store)
-    others = {node: state.members[node].address for node in state.alive if node in state.members}
-    reports = ask_nodes(others, access_of(args, bucket_of(state).settings.name), seconds=3.0)
-    progress = {
-        (partition, node): at for node, report in reports.items() for partition, at in report.copies.items()
-    }
+    bucket_of(state)
+    reports = reports_of(args, state, seconds=3.0)
+    progress = reports.progress
+    for node, why in reports.failures.items():
+        out.note(
+            f"{state.name_of(node)} did not report how far its copies are, and they are promoted last: {why}"
+        )
     plan = planned_failover(state, args.name, progress, force=args.force)
     if plan.lossy and not args.yes and not _confirmed(plan, state, out):
         raise InvalidArguments("nothing was changed; start the node, or answer yes, or add --yes")
@@ -326,7 +335,7 @@ def _confirmed(plan: FailoverByHand, state: ClusterState, out: Output) -> bool:
             f"acknowledged changes that only {state.name_of(plan.node)} has are lost"
         )
     if len(plan.lossy) > 20:
-        out.note(f"... and {len(plan.lossy) - 20} partitions more")
+        out.note(f"... and {len(plan.lossy) - 20} more")
     return agreed(out, "lose these changes?")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from upper.cli.common import URL
@@ -14,6 +15,7 @@ from upper.cli.store_options import store_opener
 if TYPE_CHECKING:
     from upper.client.sockets import ConnectOptions
     from upper.cluster.members import ClusterState
+    from upper.cluster.reports import NodeReports
 
 ASK = 2.0  # seconds that nodes have to report about their copies
 COLUMNS = ("name", "address", "alive", "active", "replica", "zone", "lease_age")
@@ -22,9 +24,9 @@ COLUMNS = ("name", "address", "alive", "active", "replica", "zone", "lease_age")
 def status(args: Namespace, out: Output) -> ExitCode:
     from upper.cluster.status import summary
 
-    read, access = _source(args)
+    read = _source(args)
     while True:
-        document = _document(read(), access)
+        document = _document(args, read())
         if out.as_json:
             out.show(document)
         else:
@@ -46,25 +48,38 @@ def _shown(value: object) -> object:
     return "" if value is None else value
 
 
-def _source(args: Namespace) -> tuple[Callable[[], ClusterState], ConnectOptions]:
-    """How to read the state, and how to connect to nodes."""
+def _source(args: Namespace) -> Callable[[], ClusterState]:
+    """How to read the state."""
     from upper.cluster.members import read_state
 
     if URL.match(args.store):
-        access = access_of(args, "")
-        return lambda: _state_of_a_node(access), access
+        access = access_of(args)
+        return lambda: _state_of_a_node(access)
     store = store_opener(args, args.store)()
-    return lambda: read_state(store), access_of(args, "default")
+    return lambda: read_state(store)
 
 
-def access_of(args: Namespace, bucket: str) -> ConnectOptions:
-    """How this command connects to nodes: by the URL, or by the addresses in the agreement store."""
+def reports_of(args: Namespace, state: ClusterState, *, seconds: float) -> NodeReports:
+    """What the live nodes report about their copies."""
+    from upper.cluster.reports import NodeReports, ask_nodes
+
+    if state.bucket_map is None:
+        return NodeReports()
+    live = {node: state.members[node] for node in state.alive if node in state.members}
+    access = access_of(args, state.bucket_map.settings.name, tls=any(one.tls for one in live.values()))
+    return ask_nodes({node: one.address for node, one in live.items()}, access, seconds=seconds)
+
+
+def access_of(args: Namespace, bucket: str = "", *, tls: bool = False) -> ConnectOptions:
+    """How this command connects to nodes: by the URL, or by what the agreement store has about them."""
     from upper.cli.common import url_of
     from upper.client.sockets import ConnectOptions, tls_context
     from upper.client.url import address_of
 
-    url = args.store if URL.match(args.store) else f"upr://127.0.0.1/{bucket}"
+    url = args.store if URL.match(args.store) else f"upr{'s' * tls}://127.0.0.1/{bucket}"
     address = address_of(url_of(Namespace(url=url, user=args.user, password_file=args.password_file)))
+    if args.cluster_ca is not None:
+        address = replace(address, settings={**address.settings, "ca": str(args.cluster_ca)})
     return ConnectOptions(address, tls_context(address, None), "upper cluster")
 
 
@@ -88,10 +103,7 @@ def _state_of_a_node(access: ConnectOptions) -> ClusterState:
     raise problem or Unreachable("the URL names no node that answers")
 
 
-def _document(state: ClusterState, access: ConnectOptions) -> dict[str, Any]:
-    from upper.cluster.reports import ask_nodes
+def _document(args: Namespace, state: ClusterState) -> dict[str, Any]:
     from upper.cluster.status import described
 
-    asked = {node: state.members[node].address for node in state.alive if node in state.members}
-    reports = ask_nodes(asked, access, seconds=ASK) if state.bucket_map is not None else {}
-    return described(state, reports)
+    return described(state, reports_of(args, state, seconds=ASK))

@@ -153,6 +153,6 @@ def _denied(answer: Answer) -> Refused:
     if answer.status != Status.AUTHENTICATION_FAILED:
         return refusal(answer)
     return AuthenticationFailed(
-        "the user name or the password is wrong; check USER in upr://USER@HOST:PORT/BUCKET, and the password "
+        "the user name or the password is wrong; check USER in USER@HOST:PORT of the URL, and the password "
         "in UPPER_PASSWORD or in its file"
     )

@@ -106,7 +106,8 @@ def open_socket(
     except ssl.SSLCertVerificationError as error:
         connection.close()
         raise Unreachable(
-            f"the certificate of {node} is not trusted ({error.verify_message}); name its authority: ?ca=FILE"
+            f"the certificate of {node} is not trusted ({error.verify_message}); "
+            "name its authority: ?ca=FILE in the URL, or --cluster-ca FILE"
         ) from None
     except ssl.SSLError as error:
         connection.close()

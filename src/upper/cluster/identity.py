@@ -102,7 +102,9 @@ class NodeIdentity:
             raise BadSettings(f"--advertise: {error}") from None
         if self._name != name:
             replace_file(self._disk, self._path, json.dumps({"id": self.id, "name": name}).encode())
-        return MemberRecord(self.id, name, str(node), join.zone, VERSION, rest_port)
+        return MemberRecord(
+            self.id, name, str(node), join.zone, VERSION, rest_port, tls=settings.tls is not None
+        )
 
     def release(self) -> None:
         os.close(self._lock)

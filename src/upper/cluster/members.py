@@ -39,15 +39,23 @@ class MemberRecord:
     zone: str = ""
     version: str = ""
     rest_port: int | None = None  # of the pages for Couchbase's clients
+    tls: bool = False  # connections to `address` are encrypted
 
     @property
     def key(self) -> str:
         return MEMBERS + self.id
 
     def to_bytes(self) -> bytes:
-        content = {"name": self.name, "address": self.address, "zone": self.zone, "version": self.version}
+        content: dict[str, object] = {
+            "name": self.name,
+            "address": self.address,
+            "zone": self.zone,
+            "version": self.version,
+        }
         if self.rest_port is not None:
             content["rest_port"] = str(self.rest_port)
+        if self.tls:
+            content["tls"] = True
         return json.dumps(content).encode()
 
     @classmethod
@@ -61,6 +69,7 @@ class MemberRecord:
                 str(content.get("zone", "")),
                 str(content.get("version", "")),
                 int(content["rest_port"]) if "rest_port" in content else None,
+                content.get("tls") is True,
             )
         except KeyError as error:
             raise ClusterError(

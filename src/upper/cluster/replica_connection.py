@@ -29,7 +29,7 @@ from upper.client.url import NodeAddress as Endpoint
 from upper.cluster.bucket_map import NodeId
 from upper.cluster.replica_acks import UnwrittenBatches
 from upper.cluster.replica_stream import ReplicaStream, RollBackStorage, Step
-from upper.errors import RemoteProtocolError, UpperError
+from upper.errors import AuthenticationFailed, RemoteProtocolError, UpperError
 from upper.history.following import Following
 from upper.history.partition_state import Ownership
 from upper.history.window import Acknowledgements
@@ -460,6 +460,8 @@ class ReplicaConnection(asyncio.Protocol):
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, AuthenticationFailed):
+        return "the secrets of the two nodes differ; start both with the same --cluster-secret"
     return str(error) or type(error).__name__
 
 

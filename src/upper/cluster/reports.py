@@ -1,6 +1,6 @@
 """Reports of live nodes about their copies, requested over the protocol, within a bounded time.
 
-A node that does not answer in time is left out: its copies count as having no progress.
+The copies of a node that does not answer in time count as having no progress.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from upper.client.calls import Exchange, Packets
 from upper.client.sockets import ConnectionPool, ConnectOptions
@@ -32,22 +32,41 @@ class NodeReport:
     lease_age: float  # seconds since the last renewal of its lease was sent
 
 
-def ask_nodes(
-    addresses: Mapping[NodeId, str], access: ConnectOptions, *, seconds: float
-) -> Mapping[NodeId, NodeReport]:
+@dataclass(frozen=True)
+class NodeReports:
+    """The reports of nodes, and why each of the others sent none."""
+
+    by_node: Mapping[NodeId, NodeReport] = field(default_factory=dict)
+    failures: Mapping[NodeId, str] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> dict[tuple[Partition, NodeId], Progress]:
+        """How far each copy is that a node reported."""
+        return {
+            (partition, node): at
+            for node, report in self.by_node.items()
+            for partition, at in report.copies.items()
+        }
+
+
+def ask_nodes(addresses: Mapping[NodeId, str], access: ConnectOptions, *, seconds: float) -> NodeReports:
     """The report of every node that answers within `seconds`."""
     if not addresses:
-        return {}
+        return NodeReports()
     deadline = time.monotonic() + seconds
     with ThreadPoolExecutor(min(AT_ONCE, len(addresses))) as threads:
         asked = {
             node: threads.submit(_ask, parse_node(address), access, deadline)
             for node, address in addresses.items()
         }
-    return {node: report for node, future in asked.items() if (report := future.result()) is not None}
+    found = {node: future.result() for node, future in asked.items()}
+    return NodeReports(
+        {node: one for node, one in found.items() if isinstance(one, NodeReport)},
+        {node: one for node, one in found.items() if isinstance(one, str)},
+    )
 
 
-def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeReport | None:
+def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeReport | str:
     try:
         rows = statistics(node, access, "cluster-copies", deadline=deadline)
         copies = {
@@ -55,8 +74,10 @@ def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeRepo
             for number, (epoch, seqno) in json.loads(rows["copies"]).items()
         }
         return NodeReport(copies, float(rows["lease_age"]))
-    except (UpperError, KeyError, ValueError, TypeError):
-        return None
+    except UpperError as error:
+        return str(error)
+    except (KeyError, ValueError, TypeError):
+        return f"{node} sent a report that this version does not understand"
 
 
 def statistics(node: NodeAddress, access: ConnectOptions, group: str, *, deadline: float) -> dict[str, str]:

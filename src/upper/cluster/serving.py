@@ -166,8 +166,7 @@ class ClusterNode:
         def controller(store: AgreementStore) -> Controller:
             def ask(state: ClusterState, nodes: Set[NodeId]) -> ProgressOf:
                 asked = {each: state.members[each].address for each in nodes if each in state.members}
-                reports = ask_nodes(asked, access, seconds=ASK)
-                return {(p, each): at for each, one in reports.items() for p, at in one.copies.items()}
+                return ask_nodes(asked, access, seconds=ASK).progress
 
             return Controller(member.id, store, ask, time.monotonic, self._control)
 

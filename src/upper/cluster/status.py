@@ -9,12 +9,13 @@ from upper.cluster.bucket_map import BucketMap, NodeId
 from upper.cluster.failover import Progress
 from upper.cluster.members import ClusterState
 from upper.cluster.moves import held
-from upper.cluster.reports import NodeReport
+from upper.cluster.reports import NodeReport, NodeReports
 from upper.model.values import Partition
 
 
-def described(state: ClusterState, reports: Mapping[NodeId, NodeReport]) -> dict[str, Any]:
-    """The document. `reports` are those of the nodes that answered; lag is None where one is missing."""
+def described(state: ClusterState, asked: NodeReports) -> dict[str, Any]:
+    """The document. Where a node did not answer, `problem` is the reason, and its lag is None."""
+    reports = asked.by_node
     bucket_map = state.bucket_map
     counts = held(bucket_map) if bucket_map is not None else {}
     nodes = []
@@ -30,6 +31,7 @@ def described(state: ClusterState, reports: Mapping[NodeId, NodeReport]) -> dict
                 "replica": replica,
                 "zone": member.zone,
                 "lease_age": None if report is None else report.lease_age,
+                "problem": asked.failures.get(node),
                 "version": member.version,
                 "id": node,
             }
@@ -124,6 +126,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         f"in sync: {full} of {len(partitions)} partitions have all {wanted} copies in sync"
         + (f"; lag: at most {max(lags)} changes" if lags else ""),
     ]
+    if silent := {node["name"]: node["problem"] for node in document["nodes"] if node["problem"]}:
+        lines.append(f"lease and lag of {', '.join(silent)} are not known: {next(iter(silent.values()))}")
     if gone:
         lines.append(f"UNAVAILABLE: {gone} partitions have no active copy that is alive")
     if (running := document["rebalance"]) is not None:
