@@ -106,6 +106,27 @@ def test_requests_that_name_no_partition_go_by_the_hash_of_their_key(
     assert Ran(kernel, named, *stores, routed=True).at == len(set_(b"k", b"v"))
 
 
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 8191, 8192, 100_000])
+@pytest.mark.parametrize("expiration", [0, NOW + 100])
+def test_a_value_of_any_size_is_the_same_in_the_partition_the_batch_and_the_sweeper(
+    kernel: ModuleType, size: int, expiration: int
+) -> None:
+    value, store = bytes(range(256)) * (size // 256) + b"v" * (size % 256), Store(high=4)
+    requests = [set_(b"a", value, flags=7, expiration=expiration), set_(b"b", b"small")]
+    ran = Ran(kernel, b"".join([*requests, set_(b"a", value + b"!", expiration=expiration)]), store)
+    records = [
+        change(b"a", value, flags=7, seqno=5, cas=1001, expiration=expiration),
+        change(b"b", b"small", seqno=6, cas=1002),
+        change(b"a", value + b"!", seqno=7, cas=1003, revision=2, expiration=expiration),
+    ]
+    assert ran.whole
+    assert ran.pending == records
+    assert store.items == {b"b": records[1], b"a": records[2]}
+    assert store.size == len(records[1]) + len(records[2])
+    assert ran.expiring == ([records[0], records[2]] if expiration else [])
+    assert len(ran.out) == 3 * 24
+
+
 def test_an_overwrite_moves_the_key_to_the_end_and_counts_its_revision_on(kernel: ModuleType) -> None:
     store = Store().holding(change(b"a", b"1", seqno=1, revision=4), change(b"b", b"1", seqno=2))
     ran = Ran(kernel, set_(b"a", b"22"), store)

@@ -53,6 +53,17 @@ def rings(writer: Writer, within: float = 0) -> bool:
     return bool(select.select([writer.fileno()], [], [], within)[0])
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_batch_that_was_finished_does_not_ring_any_more(writer: Writer, waits: bool) -> None:
+    with open(os.devnull, "wb") as null:  # written at once: `finish` is often called before the byte is sent
+        for number in range(3000):
+            writer.begin(null.fileno(), open_frame(number, 1), log(RECORD))
+            assert not waits or rings(writer, 10)
+            with pytest.raises(OSError, match="Invalid argument"):  # the device cannot be synced
+                writer.finish()
+            assert not rings(writer)
+
+
 def test_without_a_compiler_there_is_none() -> None:
     assert plain.writer() is None
 

@@ -361,6 +361,11 @@ static uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length,
 #else
 #define INLINED static inline
 #endif
+INLINED void map_fetch_head(const upper_map *m) { /* as much of the map as a search reads */
+    fetch_soon(m);
+    fetch_soon((const uint8_t *)m + 64);
+}
+
 INLINED void map_fetch_all(const upper_map *m) {
     const uint8_t *p = (const uint8_t *)m;
     fetch_soon(p);
@@ -373,9 +378,8 @@ INLINED void map_fetch_slot(const upper_map *m, uint32_t tag, int put) {
     if (m->count == 0) return;
     const map_index *index = map_part(m, tag);
     fetch_soon(index->slots + map_home(m, index, tag));
-    if (!put) return;
     fetch_soon(m->by_id + 1);
-    fetch_soon(m->chain + m->blocks - 1);
+    if (put) fetch_soon(m->chain + m->blocks - 1);
 }
 
 INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {

@@ -13,6 +13,7 @@ cdef extern from "_map.h":
         COLD_HEAD
         AT_COLD_PLACE
         AT_COLD_LENGTH
+        LARGE_VALUE
     uint64_t map_secret[2]
     uint64_t map_held
     ctypedef struct upper_map:
@@ -27,6 +28,7 @@ cdef extern from "_map.h":
     uint32_t map_tag(const uint8_t *key, size_t length)
     uint64_t *map_find(const upper_map *m, const uint8_t *key, size_t length, uint32_t tag)
     uint8_t *map_cell(const upper_map *m, uint64_t slot)
+    void map_fetch_head(const upper_map *m)
     void map_fetch_all(const upper_map *m)
     void map_fetch_slot(const upper_map *m, uint32_t tag, int put)
     void map_fetch_cell(const upper_map *m, uint32_t tag, int put)

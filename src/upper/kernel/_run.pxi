@@ -60,11 +60,34 @@ cdef enum:
     STREAMED = 48  # packets of replica streams; most of them are markers
 
 
+cdef object known_tables = Table  # the type of the last table seen; a partition is of a subclass
+
+
+cdef inline bint is_table(object store) noexcept:
+    """`isinstance(store, Table)`, without a walk through the bases for each request."""
+    global known_tables
+    if Py_TYPE(store) != <PyTypeObject *> known_tables:
+        if not isinstance(store, Table):
+            return False
+        known_tables = type(store)
+    return True
+
+
+cdef inline upper_map *map_of(PyObject *store) noexcept:
+    """The map of a partition; NULL if it has none."""
+    if not is_table(<object> store) or (<Table> store).items is None:
+        return NULL
+    return &(<Table> store).items.map
+
+
 cdef Py_ssize_t look_ahead(
     const uint8_t *data, Py_ssize_t at, Py_ssize_t size, list table, bint routed, Py_ssize_t *homes, uint32_t *tags, int together
 ) except -1:
     """Prefetch what the next requests need; fill in where those requests end, their partitions and the tags of their
-    keys."""
+    keys.
+
+    Each step is made for all requests before the next step, which reads what this one prefetched: partitions, heads of
+    maps, slots, cells."""
     cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
@@ -84,27 +107,31 @@ cdef Py_ssize_t look_ahead(
             tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
             opcode = p[AT_OPCODE]
             if opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
-                store = <object> PyList_GET_ITEM(table, partition)
-                if isinstance(store, Table) and (<Table> store).items is not None:
-                    maps[gets], asked[gets] = &(<Table> store).items.map, tags[looked]
-                    map_fetch_slot(maps[gets], asked[gets], False)
-                    gets += 1
+                i, gets = gets, gets + 1
             else:
                 puts -= 1
-                stores[puts], asked[puts] = PyList_GET_ITEM(table, partition), tags[looked]
-                fetch_soon(stores[puts])
-                fetch_soon(<const uint8_t *> stores[puts] + 64)
+                i = puts
+            stores[i], asked[i] = PyList_GET_ITEM(table, partition), tags[looked]
+            fetch_soon(stores[i])
+            fetch_soon(<const uint8_t *> stores[i] + 64)
         looked += 1
     for i in range(gets):
-        map_fetch_cell(maps[i], asked[i], False)
+        maps[i] = map_of(stores[i])
+        if maps[i] != NULL:
+            map_fetch_head(maps[i])
     for i in range(puts, together):
-        store = <object> stores[i]
-        maps[i] = &(<Table> store).items.map if isinstance(store, Table) and (<Table> store).items is not None else NULL
+        maps[i] = map_of(stores[i])
         if maps[i] != NULL:
             map_fetch_all(maps[i])
+    for i in range(gets):
+        if maps[i] != NULL:
+            map_fetch_slot(maps[i], asked[i], False)
     for i in range(puts, together):
         if maps[i] != NULL:
             map_fetch_slot(maps[i], asked[i], True)
+    for i in range(gets):
+        if maps[i] != NULL:
+            map_fetch_cell(maps[i], asked[i], False)
     for i in range(puts, together):
         if maps[i] != NULL:
             map_fetch_cell(maps[i], asked[i], True)
@@ -209,17 +236,54 @@ cdef class Counts:
     cdef public uint64_t gets, misses, sets, deletes, noops, others
 
 
-cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas):
-    """A record with its header filled in."""
-    record = PyBytes_FromStringAndSize(NULL, HEADER_SIZE + body)
-    cdef uint8_t *to = fresh(record)
+cdef inline void begin_record(uint8_t *to, int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas) noexcept:
     to[0], to[AT_OPCODE], to[AT_EXTRAS_LENGTH], to[AT_DATA_TYPE] = REQUEST, opcode, extras, 0
     put16(to + AT_KEY_LENGTH, key)
     put16(to + AT_PARTITION, partition)
     put32(to + AT_BODY, body)
     put32(to + AT_OPAQUE, 0)
     put64(to + AT_CAS, cas)
+
+
+cdef object blank(int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas):
+    """A record with its header filled in."""
+    record = PyBytes_FromStringAndSize(NULL, HEADER_SIZE + body)
+    begin_record(fresh(record), opcode, extras, key, partition, body, cas)
     return record
+
+
+cdef int store(
+    Turn *turn, Request *asked, Table part, Py_ssize_t value, int data_type, uint32_t expiration, Log pending, list expiring
+) except -1:
+    """A SET. A record that its partition copies is made in its place in the log, and is no object."""
+    cdef Py_ssize_t size = MUTATION_HEAD + asked.klen + value
+    cdef uint8_t *to
+    cdef object record
+    if value >= LARGE_VALUE:
+        record = mutation(turn, asked, value, data_type, expiration, 0)
+        memcpy(fresh(record) + AT_FLAGS, asked.p + HEADER_SIZE, 4)
+        memcpy(fresh(record) + MUTATION_HEAD, asked.key, asked.klen + value)
+        return put(turn, asked, part, record, pending, expiring)
+    to = pending.reserve(size)
+    begin_record(to, MUTATION, MUTATION_EXTRAS, asked.klen, asked.partition, size - HEADER_SIZE, turn.cas + 1)
+    to[AT_DATA_TYPE] = data_type
+    put64(to + AT_SEQNO, part.high + 1)
+    put64(to + AT_REVISION, get64(asked.record + AT_REVISION) + 1 if asked.record != NULL else 1)
+    memcpy(to + AT_FLAGS, asked.p + HEADER_SIZE, 4)
+    put32(to + AT_EXPIRATION, expiration)
+    put32(to + AT_LOCK_TIME, 0)
+    memcpy(to + MUTATION_HEAD, asked.key, asked.klen + value)
+    record = PyBytes_FromStringAndSize(<const char *> to, size) if expiration else None
+    if map_try_put_at(&part.items.map, to, size, NULL, asked.tag, asked.found):
+        PyErr_Clear()
+        raise MemoryError
+    pending.took(size, size)
+    part.high += 1
+    turn.cas += 1
+    turn.made += size
+    if expiration:
+        PyList_Append(expiring, record)
+    return 0
 
 
 cdef inline object mutation(Turn *turn, Request *asked, Py_ssize_t value, int data_type, uint32_t expiration, uint32_t lock):
@@ -326,10 +390,10 @@ def run(
                 if klen == 0 or klen > MAX_KEY or partition >= PyList_GET_SIZE(table):
                     break
                 if partition != current:
-                    made = table[partition]
+                    made = <object> PyList_GET_ITEM(table, partition)
                     if made is None:
                         break
-                    part = <Table?> made
+                    part = <Table> made if is_table(made) else <Table?> made
                     current = partition
                 tag = tags[place] if at < seen else map_tag(key, klen)
                 found = map_find(&part.items.map, key, klen, tag)
@@ -390,10 +454,7 @@ def run(
                     expiration = deadline(&turn, expiration, clock)
                     if expiration >> 32:
                         break
-                made = mutation(&turn, &asked, total - STORE_EXTRAS - klen, kind if json else 0, expiration, 0)
-                memcpy(fresh(made) + AT_FLAGS, p + HEADER_SIZE, 4)
-                memcpy(fresh(made) + MUTATION_HEAD, key, total - STORE_EXTRAS)
-                put(&turn, &asked, part, made, pending, expiring)
+                store(&turn, &asked, part, total - STORE_EXTRAS - klen, kind if json else 0, expiration, pending, expiring)
                 counted.sets += 1
                 if opcode <= REPLACE:
                     used += stored(to, &turn, &asked, part, turn.cas, 0)

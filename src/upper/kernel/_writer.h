@@ -5,6 +5,7 @@
  * byte to a pipe that the loop watches. The frame is the log of the batch, or, where that refers to large records, a copy
  * that contains them. The caller keeps the log, unchanged, until it is written. */
 #include <errno.h>
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -91,7 +92,9 @@ static void *upper_writer_main(void *me) {
         pthread_mutex_lock(&w->lock);
         w->state = UPPER_DONE;
         pthread_cond_broadcast(&w->changed);
+        pthread_mutex_unlock(&w->lock); /* before it rings: the loop wakes up and takes the lock */
         while (write(w->bell, "!", 1) < 0 && errno == EINTR) {}
+        pthread_mutex_lock(&w->lock);
     }
     pthread_mutex_unlock(&w->lock);
     return NULL;
@@ -112,8 +115,24 @@ static int upper_writer_start(upper_writer *w) {
 static void upper_writer_begin(upper_writer *w) {
     pthread_mutex_lock(&w->lock);
     w->state = UPPER_WORKING;
-    pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->lock);
+    pthread_cond_broadcast(&w->changed); /* the thread wakes up and takes the lock */
+}
+
+/* Whether it is done with the batch that it has; if so, it takes the next one. */
+static int upper_writer_done(upper_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    int done = w->state != UPPER_WORKING;
+    if (done) w->state = UPPER_IDLE;
+    pthread_mutex_unlock(&w->lock);
+    return done;
+}
+
+/* Take its byte from the pipe. It is there if the loop was woken by it; the thread rings as soon as it is done. */
+static void upper_writer_take_byte(int bell) {
+    struct pollfd ready = {.fd = bell, .events = POLLIN};
+    char rung;
+    while (read(bell, &rung, 1) < 0 && (errno == EINTR || errno == EAGAIN)) poll(&ready, 1, -1);
 }
 
 /* Wait for the present batch, if there is one. */

@@ -8,6 +8,8 @@ cdef extern from "_writer.h":
         uint8_t head[32]
     int upper_writer_start(upper_writer *w)
     void upper_writer_begin(upper_writer *w)
+    int upper_writer_done(upper_writer *w)
+    void upper_writer_take_byte(int bell)
     void upper_writer_wait(upper_writer *w) nogil
     void upper_writer_leave(upper_writer *w) nogil
 
@@ -59,14 +61,18 @@ cdef class Writer:
         return FRAME_HEAD + records.bytes
 
     def finish(self):
-        """Wait for the batch. Raises OSError if it is not on disk."""
+        """Wait for the batch. Raises OSError if it is not on disk.
+
+        The loop calls this when the thread has rung, and keeps the interpreter's lock: otherwise a thread that computes
+        (a compaction) takes it and delays the loop by up to five milliseconds."""
         if self.records is None:
             raise RuntimeError("the writer has nothing to finish")
-        with nogil:
-            upper_writer_wait(&self.writer)
+        if not upper_writer_done(&self.writer):
+            with nogil:
+                upper_writer_wait(&self.writer)
         self.records = None
         if self.runs:
-            os.read(self.bell, 1)
+            upper_writer_take_byte(self.bell)
         if self.writer.error:
             raise OSError(self.writer.error, os.strerror(self.writer.error))
 
