@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
-from upper.model.messages import Request, Response
+from upper.model.messages import MutationMessage, Request, Response
 from upper.wire.capabilities import Capabilities
 from upper.wire.codes import Bits, Feature, Numbers, Status
 from upper.wire.content import Content, Fixed, Many, Nothing, Plain
@@ -159,7 +159,7 @@ def _content(content: Content) -> str:
 
 def _capabilities() -> Iterator[str]:
     """What each stream dialect can express, as other packages ask for it."""
-    streams = [dialect for dialect in DIALECTS.values() if dialect.streams]
+    streams = [dialect for dialect in DIALECTS.values() if dialect.rows.get(MutationMessage)]
     yield ""
     yield "## What each dialect can express"
     yield ""
@@ -168,9 +168,8 @@ def _capabilities() -> Iterator[str]:
     yield f"| capability | {' | '.join(dialect.name for dialect in streams)} |"
     yield f"|---|{'---|' * len(streams)}"
     for field in fields(Capabilities):
-        if field.name != "streams":
-            has = ("yes" if getattr(dialect, field.name) else "" for dialect in streams)
-            yield f"| {field.name.replace('_', ' ')} | {' | '.join(has)} |"
+        has = ("yes" if getattr(dialect, field.name) else "" for dialect in streams)
+        yield f"| {field.name.replace('_', ' ')} | {' | '.join(has)} |"
 
 
 def _codes(dialect: Dialect, name: str) -> Iterator[str]:

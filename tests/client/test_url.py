@@ -8,6 +8,7 @@ import pytest
 
 from upper.client.url import NodeAddress, address_of, parse_url
 from upper.errors import AuthenticationFailed, BadUrl
+from upper.model.messages import MutationMessage
 from upper.wire.codes import ALIASES, SCHEMES
 from upper.wire.session import DIALECTS
 
@@ -137,7 +138,7 @@ def test_an_invalid_url_gets_a_sentence_that_names_the_correct_form(url: str, se
 
 
 def test_the_schemes_of_urls_are_the_dialects_with_streams() -> None:
-    assert {name for name, dialect in DIALECTS.items() if dialect.streams} == {*SCHEMES}
+    assert {name for name, dialect in DIALECTS.items() if dialect.rows.get(MutationMessage)} == {*SCHEMES}
     assert {*ALIASES.values()} <= {*SCHEMES}
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
+import upper
 from upper.wire.capabilities import Capabilities
 from upper.wire.dcp import DCP
 from upper.wire.kv import KV
@@ -17,26 +21,17 @@ EXPECTED: list[tuple[Dialect, set[str]]] = [
     (
         UPR,
         {
-            "streams", "partition_streams", "positions", "snapshot_ends", "stream_flags", "log_in_answer",
-            "stops", "settings", "flow_control", "noop", "advances", "states", "replica_acknowledgement",
-            "value_datatype", "lock_times", "stored_records",
+            "positions", "snapshot_ends", "stream_flags", "log_in_answer", "settings", "flow_control", "noop",
+            "advances", "states", "stored_records",
         },
     ),
-    (UPR0, {"streams", "partition_streams", "positions", "snapshot_ends", "lock_times"}),
-    (
-        TAP,
-        {
-            "streams", "stream_flags", "states", "state_acknowledgement", "change_acknowledgement",
-            "value_datatype",
-        },
-    ),
+    (UPR0, {"positions", "snapshot_ends"}),
+    (TAP, {"stream_flags", "states", "state_acknowledgement", "change_acknowledgement"}),
     (
         DCP,
         {
-            "streams", "partition_streams", "named_connections", "positions", "snapshot_bounds",
-            "stream_flags", "log_in_answer", "stops", "settings", "flow_control", "noop", "advances",
-            "states", "state_acknowledgement", "value_datatype", "lock_times", "delete_times",
-            "shipped_records",
+            "named_connections", "positions", "snapshot_bounds", "stream_flags", "log_in_answer", "settings",
+            "flow_control", "noop", "advances", "states", "state_acknowledgement", "shipped_records",
         },
     ),
 ]  # fmt: skip
@@ -45,3 +40,10 @@ EXPECTED: list[tuple[Dialect, set[str]]] = [
 @pytest.mark.parametrize(("dialect", "expected"), EXPECTED, ids=lambda given: getattr(given, "name", ""))
 def test_a_dialect_has_the_capabilities_of_its_specification(dialect: Dialect, expected: set[str]) -> None:
     assert {name for name in Capabilities.__dataclass_fields__ if getattr(dialect, name)} == expected
+
+
+@pytest.mark.parametrize("name", Capabilities.__dataclass_fields__)
+def test_a_capability_decides_something(name: str) -> None:
+    asked = re.compile(rf"dialect(?:\[[^]]*\])*\.{name}\b|DIALECTS\[[^]]*(?:\[[^]]*\])?[^]]*\]\.{name}\b")
+    sources = [path for path in Path(upper.__file__).parent.rglob("*.py") if path.name != "capabilities.py"]
+    assert any(asked.search(path.read_text()) for path in sources)

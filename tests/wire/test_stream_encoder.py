@@ -66,7 +66,7 @@ def test_records_are_sent_as_the_rows_would_write_them(
 ) -> None:
     stored = [UPR.encode(message) for message in messages]
     sent: list[MutationMessage | DeletionMessage] = [replace(message, opaque=opaque) for message in messages]
-    if encoder.dialect.delete_times:
+    if encoder.dialect.shipped_records:
         sent = [
             replace(message, deleted_at=message.cas // 10**9 & 0xFFFF_FFFF)
             if isinstance(message, DeletionMessage)

@@ -1,6 +1,7 @@
 """What a dialect can express, derived from its rows, so that it cannot contradict them.
 
 Code outside `wire` asks for a capability (`dialect.flow_control`) and never for a dialect's name or identity.
+Each one decides something there, which a test checks.
 """
 
 from __future__ import annotations
@@ -17,12 +18,10 @@ from upper.model.messages import (
     MutationMessage,
     Noop,
     Open,
-    SeqnoAck,
     SeqnoAdvanced,
     SetState,
     SnapshotEndMessage,
     SnapshotMarker,
-    StopStream,
     StreamAccepted,
     StreamRequest,
     TapConnect,
@@ -37,15 +36,12 @@ if TYPE_CHECKING:
 class Capabilities:
     """One boolean for each thing that not every dialect has."""
 
-    streams: bool  # changes of a partition can be streamed at all
-    partition_streams: bool  # each partition has a stream of its own; otherwise one request opens all
     named_connections: bool  # a connection is opened by name before its first stream
     positions: bool  # changes carry seqnos, and a request states where to resume
     snapshot_bounds: bool  # a marker states the seqnos of its snapshot, a request the range around its start
     snapshot_ends: bool  # a message ends a snapshot; otherwise its last seqno does
     stream_flags: bool  # a request has flags: takeover, keys only, up to now
     log_in_answer: bool  # an accepted stream carries the failover log, where the request asked for it
-    stops: bool  # a consumer ends one stream and keeps the connection
     settings: bool  # CONTROL sets names, filters and limits of a connection
     flow_control: bool  # BUFFER_ACK: a consumer bounds the bytes under way
     noop: bool  # either side can ask whether the other is alive
@@ -53,10 +49,6 @@ class Capabilities:
     states: bool  # the producer can hand a partition over
     state_acknowledgement: bool  # the consumer answers a change of state
     change_acknowledgement: bool  # the producer may ask that a change is acknowledged
-    replica_acknowledgement: bool  # SEQNO_ACK: a replica reports what is on its disk
-    value_datatype: bool  # a mutation carries the data type of its value
-    lock_times: bool  # a mutation carries the end of its lock
-    delete_times: bool  # a deletion carries its time
     stored_records: bool  # a change is sent as it is stored; only the opaque differs
     shipped_records: bool  # a change has DCP's opcodes and longer extras, which the kernel reads too
 
@@ -74,15 +66,12 @@ def capabilities(rows: Mapping[type[Any], tuple[Row, ...]]) -> Capabilities:
         return any(row.opcode in acknowledged for row in rows.get(message, ()))
 
     return Capabilities(
-        streams=has(MutationMessage),
-        partition_streams=has(StreamRequest),
         named_connections=has(Open),
         positions=carries(MutationMessage, "seqno"),
         snapshot_bounds=carries(SnapshotMarker, "end"),
         snapshot_ends=has(SnapshotEndMessage),
         stream_flags=_sent(rows.get(StreamRequest, ()), "flags") or has(TapConnect),
         log_in_answer=carries(StreamAccepted, "versions"),
-        stops=has(StopStream),
         settings=has(Control),
         flow_control=has(BufferAck),
         noop=has(Noop),
@@ -90,10 +79,6 @@ def capabilities(rows: Mapping[type[Any], tuple[Row, ...]]) -> Capabilities:
         states=has(SetState),
         state_acknowledgement=answered(SetState),
         change_acknowledgement=carries(MutationMessage, "request_ack"),
-        replica_acknowledgement=has(SeqnoAck),
-        value_datatype=carries(MutationMessage, "data_type"),
-        lock_times=carries(MutationMessage, "lock_time"),
-        delete_times=carries(DeletionMessage, "deleted_at"),
         stored_records=_as_stored(rows.get(MutationMessage, ()))
         and _as_stored(rows.get(DeletionMessage, ())),
         shipped_records=any(row.opcode == layout.MUTATION + 1 for row in rows.get(MutationMessage, ())),
