@@ -62,7 +62,7 @@ sanitize: $(READY) ## the kernel's tests with every access to memory checked; ne
 	LD_PRELOAD="$(SANITIZER)" ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc PYTHONPATH=build/sanitized UPPER_MAP_RUNS=25 \
 		$(BIN)/python -m pytest -q -p no:cacheprovider -n 0 --timeout 600 -k "not memory" $(SANITIZED_TESTS)
 SANITIZED_TESTS ?= tests/kernel/test_map.py tests/kernel/test_run.py tests/kernel/test_commands.py tests/kernel/test_apply.py \
-	tests/kernel/test_log.py tests/kernel/test_records.py
+	tests/kernel/test_log.py tests/kernel/test_records.py tests/kernel/test_fanout.py
 
 venv: $(READY) ## create or update the environment in .venv
 

@@ -122,9 +122,10 @@ def applied(records: list[bytes]) -> Iterator[Row]:
     """A replica: from received bytes to journal records and items; one change in each snapshot."""
     slots = array("q", range(PARTITIONS))
     tails = [plain.TailProgress(plain.Table(), replicas=True) for _ in range(PARTITIONS)]
+    form = plain.StreamForm(PARTITIONS)
     commits = range(PARTITIONS, len(records), PARTITIONS)  # each partition has its first change already
     cuts = (plain.CommitGroups(plain.Log(records[at : at + PARTITIONS]), tails) for at in commits)
-    data = b"".join(cut.frame(slots)[0] for cut in cuts)
+    data = b"".join(cut.frame(slots, form) for cut in cuts)
     million = (len(records) - PARTITIONS) / 1e6
 
     def apply(kernel: ModuleType) -> None:
@@ -212,8 +213,20 @@ def fanned_out(records: list[bytes]) -> Iterator[Row]:
     grouped = rate(million, measured(group))
     yield from pair("group a commit by partition", "M records/s", grouped, {})
     cuts = {kernel.NAME: group(kernel) for kernel in KERNELS}
-    framed = measured(lambda kernel: [cut.frame(slots) for cut in cuts[kernel.NAME]])
-    yield from pair("latest of each key, framed", "M records/s", rate(million, framed), {})
+    kinds: dict[str, dict[str, Any]] = {
+        "framed": {},
+        "framed in DCP": {"dcp": 1},
+        "framed with a key prefix": {"prefix": b"k"},
+    }
+    for name, options in kinds.items():
+        forms = {kernel.NAME: kernel.StreamForm(PARTITIONS, **options) for kernel in KERNELS}
+
+        def frame(kernel: ModuleType, forms: dict[str, Any] = forms) -> None:
+            for cut in cuts[kernel.NAME]:
+                cut.frame(slots, forms[kernel.NAME])
+
+        framed = measured(frame)
+        yield from pair(f"latest of each key, {name}", "M records/s", rate(million, framed), {})
 
 
 def resumed_after(maps: dict[str, Any], seqno: int, kernel: ModuleType) -> list[bytes]:

@@ -5,6 +5,7 @@
  *       prints requests a second and the distribution of their latencies
  *   loadgen live        the same SETs, and -f FOLLOWERS connections that follow every partition;
  *       prints how long after its response each change reached each follower
+ *       [-D 1: over DCP, 2: TAP, 3: TAP with acknowledgements] [-F 1: with a key prefix, 2: keys only]
  *       in all three, -x DEAF more connections follow every partition and never read
  *   loadgen drain       -p PORT -V PARTITIONS [-n TIMES] [-D 1: over DCP]
  *       opens a stream of each partition up to now and reads until all have ended; prints items and bytes a second
@@ -29,9 +30,12 @@
 
 enum { HEADER = 24, GET = 0x00, SET = 0x01, STREAM_REQ = 0x50, STREAM_START = 0x52, STREAM_END = 0x53, MUTATION = 0x56 };
 enum { DCP_OPEN = 0x50, DCP_STREAM_REQ = 0x53, DCP_STREAM_END = 0x55 };
-enum { BATCH = 1 << 20, UNTIL_NOW = 8, DCP_UNTIL_NOW = 4 };
+enum { TAP_CONNECT = 0x40, TAP_MUTATION = 0x41, TAP_BACKFILL = 0x01, TAP_ACKS = 0x10, TAP_KEYS_ONLY = 0x20, CONTROL = 0x5e };
+enum { BATCH = 1 << 20, UNTIL_NOW = 8, DCP_UNTIL_NOW = 4, KEYS_ONLY = 4 };
+enum { UPR, DCP, TAP, TAP_ACKED }; /* -D */
+enum { PREFIX = 1, KEYS = 2 };     /* -F */
 
-static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1, deaf = 0, dcp = 0;
+static int port = 11210, connections = 1, depth = 1, key_size = 16, value_size = 100, partitions = 1024, followers = 1, deaf = 0, dialect = UPR, filter = 0;
 static long requests = 100000, base = 0;
 static double rate = 0;
 static int opcode = SET;
@@ -197,13 +201,40 @@ static void *ask(void *argument) {
 
 /* ── Streams ──────────────────────────────────────────────────────────────────────────────────── */
 
+static void connect_tap(int s) {
+    uint8_t out[64], *p = out;
+    uint32_t flags = TAP_BACKFILL | (dialect == TAP_ACKED ? TAP_ACKS : 0) | (filter == KEYS ? TAP_KEYS_ONLY : 0);
+    p += head(p, TAP_CONNECT, 0, 4, 12, 0, 0);
+    flags = htonl(flags);
+    memcpy(p, &flags, 4);
+    memset(p + 4, 0xff, 8); /* from a time that has not come: what is new */
+    p[4] = 0;
+    put(s, out, (size_t)(p + 12 - out));
+}
+
 static void follow_all(int s, uint32_t flags) {
-    int size = dcp ? 48 : 40; /* DCP also states the snapshot around the start */
-    uint8_t *out = malloc((size_t)(HEADER + size) * (size_t)partitions + 64), *p = out;
+    int dcp = dialect == DCP, size = dcp ? 48 : 40; /* DCP also states the snapshot around the start */
+    uint8_t *out = malloc((size_t)(HEADER + size) * (size_t)partitions + 128), *p = out;
+    if (dialect >= TAP) {
+        connect_tap(s);
+        free(out);
+        return;
+    }
     if (dcp) {
-        p += head(p, DCP_OPEN, 5, 8, 13, 0, 0);
-        memcpy(p, "\0\0\0\0\0\0\0\1bench", 13);
-        p += 13;
+        char name[16];
+        int length = snprintf(name, sizeof name, "bench%d", s);
+        p += head(p, DCP_OPEN, length, 8, (uint32_t)(8 + length), 0, 0);
+        memcpy(p, "\0\0\0\0\0\0\0\1", 8);
+        if (filter == KEYS) p[7] |= 8;
+        memcpy(p + 8, name, (size_t)length);
+        p += 8 + length;
+    } else if (filter == KEYS) {
+        flags |= KEYS_ONLY;
+    }
+    if (filter == PREFIX) {
+        p += head(p, CONTROL, 17, 0, 18, 0, 0);
+        memcpy(p, "filter.key.prefix0", 18);
+        p += 18;
     }
     for (int i = 0; i < partitions; i++) {
         p += head(p, dcp ? DCP_STREAM_REQ : STREAM_REQ, 0, size, size, i, (uint32_t)i);
@@ -219,15 +250,23 @@ static void follow_all(int s, uint32_t flags) {
 }
 
 static void await_starts(inbox *in) {
-    for (int started = 0; started < partitions;) {
+    for (int started = 0; started < partitions && dialect < TAP;) {
         uint8_t *p = packet(in);
         if (!p) {
             if (!more(in)) fail("the node closed the connection");
             continue;
         }
         if (p[0] == 0x81 && (p[6] || p[7])) fail("a stream was refused");
-        if (p[0] == 0x80 && p[1] == STREAM_START) started++;
+        if (dialect == DCP ? p[0] == 0x81 && p[1] == DCP_STREAM_REQ : p[0] == 0x80 && p[1] == STREAM_START) started++;
     }
+    if (dialect >= TAP) sleep(1); /* TAP has no message for the start of a stream */
+}
+
+/* The answer to a message of TAP that requests one. */
+static void acknowledge(int s, const uint8_t *p) {
+    uint8_t out[HEADER] = {0x81, p[1]};
+    memcpy(out + 12, p + 12, 4);
+    put(s, out, HEADER);
 }
 
 static void *follow(void *argument) {
@@ -235,6 +274,7 @@ static void *follow(void *argument) {
     int s = dial();
     inbox in = open_inbox(s);
     long total = requests * connections;
+    int mutation = dialect >= TAP ? TAP_MUTATION : MUTATION + dialect;
     double *seen = calloc((size_t)total, sizeof(double));
     follow_all(s, 0);
     await_starts(&in);
@@ -245,9 +285,10 @@ static void *follow(void *argument) {
             if (!more(&in)) fail("the node closed the connection");
             continue;
         }
-        if (p[0] != 0x80 || p[1] != MUTATION) continue;
+        if (dialect == TAP_ACKED && p[0] == 0x80 && p[HEADER + 3] & 1) acknowledge(s, p);
+        if (p[0] != 0x80 || p[1] != mutation) continue;
         long number = 0;
-        for (int i = 0; i < key_size; i++) number = number * 10 + (p[HEADER + 28 + i] - '0');
+        for (int i = 0; i < key_size; i++) number = number * 10 + (p[HEADER + p[4] + i] - '0');
         number -= base;
         if (number < 0 || number >= total || seen[number] != 0) continue;
         seen[number] = now();
@@ -268,7 +309,7 @@ static void drain(void) {
         inbox in = open_inbox(s);
         long items = 0, bytes = 0;
         double began = now();
-        int end = dcp ? DCP_STREAM_END : STREAM_END, first = MUTATION + dcp;
+        int dcp = dialect == DCP, end = dcp ? DCP_STREAM_END : STREAM_END, first = MUTATION + dcp;
         follow_all(s, dcp ? DCP_UNTIL_NOW : UNTIL_NOW);
         for (int ended = 0; ended < partitions;) {
             uint8_t *p = packet(&in);
@@ -392,7 +433,7 @@ static void load(int live) {
 
 int main(int count, char **words) {
     const char *what = count > 1 ? words[1] : "";
-    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:x:D:")) != -1;) switch (option) {
+    for (int option; (option = getopt(count - 1, words + 1, "p:c:d:n:k:v:V:r:f:b:x:D:F:")) != -1;) switch (option) {
         case 'p': port = atoi(optarg); break;
         case 'c': connections = atoi(optarg); break;
         case 'd': depth = atoi(optarg); break;
@@ -404,7 +445,8 @@ int main(int count, char **words) {
         case 'b': base = atol(optarg); break;
         case 'f': followers = atoi(optarg); break;
         case 'x': deaf = atoi(optarg); break;
-        case 'D': dcp = atoi(optarg) != 0; break;
+        case 'D': dialect = atoi(optarg); break;
+        case 'F': filter = atoi(optarg); break;
         default: return 2;
         }
     if (!strcmp(what, "write")) load(0);

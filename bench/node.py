@@ -265,6 +265,35 @@ def live(quick: bool) -> Iterator[Row]:
             against="one, in time on a core",
             expected="<= 3x",
         )
+    yield from live_forms(quick)
+
+
+def live_forms(quick: bool) -> Iterator[Row]:
+    """What a change costs the node with one and with ten consumers of each kind."""
+    each = 50_000 // CONNECTIONS * (1 if quick else 5)
+    for name, kind in {
+        "DCP": {"D": 1},
+        "key prefix": {"F": 1},
+        "keys only": {"F": 2},
+        "TAP": {"D": 2},
+        "TAP with acknowledgements": {"D": 3},
+    }.items():
+        costs: dict[int, float] = {}
+        for followers in (1, 10):
+            with node() as server:
+                load("write", server.port, c=8, d=100, n=500)  # warm
+                before = cpu(server.pid)
+                options = {"c": CONNECTIONS, "d": DEPTH, "n": each, "r": 50_000, "f": followers, "b": 10**9}
+                load("live", server.port, **options, **kind)
+                costs[followers] = cpu(server.pid) - before
+        yield Row(
+            name=f"live, ten consumers, {name}",
+            value=costs[10] / (each * CONNECTIONS) * 1e6,
+            unit="us a change",
+            ratio=costs[10] / costs[1],
+            against="one, in time on a core",
+            expected="<= 3x",
+        )
 
 
 def crowd(quick: bool) -> Iterator[Row]:

@@ -40,8 +40,17 @@ def work(kernel: ModuleType) -> None:
     list(log), log.changes(), log.without(0), log.partitions(), log.payload(), copy.deepcopy(log)
     with contextlib.suppress(ValueError):
         log.append(records[0][:-1])
-    cut = kernel.CommitGroups(log, [kernel.TailProgress(Store(), replicas=False)])
-    cut.take_flushed(), cut.frame(array("q", [5])), cut.by_partition, cut.advance()
+    cut = kernel.CommitGroups(log.changes(), [kernel.TailProgress(Store(), replicas=False)])
+    forms = [
+        kernel.StreamForm(1),
+        kernel.StreamForm(1, dcp=3, prefix=b"k1", matches=lambda key: key != b"k11"),
+        kernel.StreamForm(1, keys_only=True, operations=5),
+    ]
+    cut.take_flushed(), [cut.frame(array("q", [5]), form) for form in forms]
+    cut.frame_tap(array("q", [5]), kernel.StreamForm(1, tap=True), 9, every=3, since=1)
+    with contextlib.suppress(ZeroDivisionError):
+        cut.frame(array("q", [5]), kernel.StreamForm(1, matches=lambda key: 1 / 0))
+    cut.ends(), cut.of({0}), cut.advance(), forms[0].counted(0)
     progress = kernel.CopyProgress()
     for node in (f"{len(data)} a", f"{len(data)} b"):
         progress.waited_for = frozenset((node,))

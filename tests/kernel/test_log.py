@@ -85,7 +85,10 @@ def test_a_commit_has_the_last_record_of_each_key(
     records += [change(b"%d" % (n % keys), b"v", seqno=n + 1, partition=1) for n in range(60)]
     tails = [kernel.TailProgress(kernel.Table(), replicas=True) for _ in range(4)]
     cut = kernel.CommitGroups(kernel.Log(records), tails)
-    framed, items = cut.frame(array("q", [0, 1, 2, 3]))
+    form, slots = kernel.StreamForm(4), array("q", [0, 1, 2, 3])
+    framed = cut.frame(slots, form)
+    size, items = cut.measure(slots, form)
+    assert size == len(framed)
     expected, count = b"", 0
     for partition in dict.fromkeys(record[7] for record in records):
         latest = plain.latest([record for record in records if record[7] == partition])

@@ -172,14 +172,18 @@ def test_a_view_is_taken_from_the_first_entry_on_in_pieces(
 
 @given(records=records_)
 def test_groups_keep_the_order_of_each_partition(kernel: ModuleType, records: list[bytes]) -> None:
-    groups = kernel.CommitGroups(kernel.Log(records), [tail(kernel)] * 256).by_partition
+    cut = kernel.CommitGroups(kernel.Log(records), [tail(kernel)] * 256)
+    groups = cut.of(range(256))
     assert groups == {p: [r for r in records if r[7] == p] for p in {r[7] for r in records}}
     assert all(groups.values())
+    assert cut.ends() == {p: int.from_bytes(some[-1][24:32], "big") for p, some in groups.items()}
+    assert cut.of({3, 77}) == {p: some for p, some in groups.items() if p == 3}
 
 
 def test_a_flush_belongs_to_its_partition(kernel: ModuleType) -> None:
     flush = packet(FLUSH, partition=0x0102)
-    assert kernel.CommitGroups(kernel.Log([flush]), [tail(kernel)] * 0x0103).by_partition == {0x0102: [flush]}
+    cut = kernel.CommitGroups(kernel.Log([flush]), [tail(kernel)] * 0x0103)
+    assert (cut.of({0x0102}), cut.ends()) == ({0x0102: [flush]}, {0x0102: 0}), "which has no seqno"
 
 
 @given(records=records_)
@@ -225,10 +229,14 @@ def test_a_commit_is_framed_as_the_encoder_of_upr_frames_it(kernel: ModuleType) 
     slots = array("q", [-1] * 8)
     for partition, opaque in opaques.items():
         slots[partition] = partition << 32 | opaque
-    assert cut.frame(slots) == (framed[3] + framed[7], 2)
-    assert cut.by_partition == {3: [first, again], 7: [other], 1: [left]}
+    form = kernel.StreamForm(8)
+    assert (cut.frame(slots, form), cut.measure(slots, form)[1]) == (framed[3] + framed[7], 2)
+    slots[3] = -1
+    assert cut.frame(slots, form) == framed[7], "to other consumers, and counted once"
+    assert cut.of(range(8)) == {3: [first, again], 7: [other], 1: [left]}
+    assert form.counted(3) == (0, 0), "before the streams in step have been sent it"
     assert cut.advance() == []
-    counted = {number: (one.items, one.bytes) for number, one in enumerate(tails) if one.items}
+    counted = {number: form.counted(number) for number in range(8) if form.counted(number)[0]}
     assert counted == {p: (1, len(bytes_)) for p, bytes_ in framed.items()}
     assert [one.reached for one in tails] == [0, 5, 0, 5, 0, 0, 0, 5]
 
@@ -239,8 +247,9 @@ def test_partitions_with_a_flush_are_taken_out_of_a_commit(kernel: ModuleType) -
     first, flushed, last = (change(b"a", seqno=8, partition=number) for number in (0, 1, 2))
     cut = kernel.CommitGroups(kernel.Log([first, flushed, last]), tails)
     assert cut.take_flushed() == [(1, [flushed])]
-    assert cut.by_partition == {0: [first], 2: [last]}
-    assert cut.frame(array("q", [0, 1, 2]))[1] == 2
+    assert cut.of(range(3)) == {0: [first], 2: [last]}
+    assert cut.ends() == {0: 8, 2: 8}
+    assert cut.measure(array("q", [0, 1, 2]), kernel.StreamForm(3))[1] == 2
     assert cut.advance() == [(2, [last])], "its streams that wait are offered the commit before it goes on"
     assert [one.reached for one in tails] == [9, 0, 0]
 

@@ -44,6 +44,14 @@ OPTIONS: dict[str, st.SearchStrategy[Any]] = {
     "longest_lock": st.integers(0, 30),
 }
 
+FORMS: dict[str, st.SearchStrategy[Any]] = {
+    "dcp": st.integers(0, 15),
+    "keys_only": st.booleans(),
+    "prefix": st.just(b"") | st.binary(max_size=2),
+    "operations": st.just(7) | st.integers(0, 7),
+    "matches": st.sampled_from([None, None, lambda key: b"a" in key, lambda key: len(key) > 1]),
+}
+
 
 def outcome(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
     """What came back or what was raised, and what became of the arguments."""
@@ -84,24 +92,40 @@ def test_they_take_records_out_alike(data: bytes, dcp_data: bytes, start: int, e
 
 
 @given(
-    st.lists(changes(partitions=5) | st.just(b"short"), max_size=8),
+    st.lists(changes(partitions=5) | st.sampled_from([b"short", packet(0x64), packet(0x59)]), max_size=8),
     st.lists(st.just(-1) | st.integers(0, (1 << 48) - 1), max_size=6),
     st.sets(st.integers(0, 3)),
     st.sets(st.integers(0, 3)),
+    st.fixed_dictionaries(FORMS),
+    st.integers(0, 3),
 )
 def test_they_fan_out_alike(
-    records: list[bytes], slots: list[int], flushed: set[int], waiting: set[int]
+    records: list[bytes],
+    slots: list[int],
+    flushed: set[int],
+    waiting: set[int],
+    options: dict[str, Any],
+    every: int,
 ) -> None:
-    """Also where a record is of no partition that there is."""
+    """Also where a record is of no partition that there is, or has no form in a dialect."""
 
     def fanned_out(twin: Any) -> list[object]:
         tails = [twin.TailProgress(Store(), replicas=number % 2 == 0) for number in range(4)]
         for number, tail in enumerate(tails):
             tail.store.written, tail.store.durable, tail.store.purged = 9, 7, number in flushed
             tail.waiting = {0: 0} if number in waiting else {}
-        cut = twin.CommitGroups(twin.Log(records), tails)
-        steps = [len(cut), cut.take_flushed(), cut.by_partition, cut.frame(array("q", slots)), cut.advance()]
-        return [steps, [(tail.items, tail.bytes, tail.reached) for tail in tails]]
+        cut, places = twin.CommitGroups(twin.Log(records), tails), array("q", slots)
+        in_tap = twin.StreamForm(3, tap=True, **{**options, "dcp": 0})
+        forms = [twin.StreamForm(4), twin.StreamForm(4, **options), in_tap]
+        steps = [
+            *(len(cut), cut.take_flushed(), cut.ends(), cut.of({1, 2})),
+            *(outcome(cut.measure, places, form)[0] for form in forms),
+            *(outcome(cut.frame, places, form)[0] for form in forms[:2]),
+            outcome(cut.frame_tap, places, in_tap, 5, every=every, since=1)[0],
+            cut.advance(),
+        ]
+        counts = [outcome(form.counted, number)[0] for form in forms for number in range(5)]
+        return [steps, counts, [tail.reached for tail in tails]]
 
     assert outcome(fanned_out, plain)[0] == outcome(fanned_out, compiled)[0]
 

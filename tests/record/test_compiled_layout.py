@@ -6,15 +6,24 @@ import importlib.util
 
 import pytest
 
-from upper.kernel import packets
+from upper.kernel import packets, plain_fanout
 from upper.kernel import plain_commands as commands
 from upper.kernel import plain_run as run
-from upper.model.messages import DeletionMessage, ExpirationMessage, MutationMessage
+from upper.model.messages import (
+    DeletionMessage,
+    ExpirationMessage,
+    MutationMessage,
+    SeqnoAdvanced,
+    SnapshotMarker,
+    Tap,
+)
 from upper.record import layout, location
 from upper.record.change import mutation
 from upper.wire import extras
-from upper.wire.codes import DcpForm, Opcode
+from upper.wire.codes import DcpForm, Opcode, TapMark
 from upper.wire.dcp import DCP
+from upper.wire.stream_encoder import MEMORY
+from upper.wire.tap import TAP
 from upper.wire.upr import UPR
 
 BUILT = importlib.util.find_spec("upper.kernel._compiled") is not None
@@ -53,6 +62,21 @@ def stated() -> dict[str, int]:
         "EXPIRATIONS": DcpForm.EXPIRATIONS,
         "DATA_TYPES": DcpForm.DATA_TYPES,
         "NANOSECONDS": packets.NANOSECONDS,
+        "DCP_MARKER": DCP.opcode(SnapshotMarker),
+        "DCP_MARKER_EXTRAS": DCP.layout(SnapshotMarker).size,
+        "DCP_IN_MEMORY": MEMORY,
+        "SEQNO_ADVANCED": UPR.opcode(SeqnoAdvanced),
+        "ADVANCED_EXTRAS": UPR.layout(SeqnoAdvanced).size,
+        "TAP_MUTATION": TAP.opcode(MutationMessage),
+        "TAP_DELETION": TAP.opcode(DeletionMessage),
+        "TAP_MUTATION_EXTRAS": TAP.layout(MutationMessage).size,
+        "TAP_DELETION_EXTRAS": TAP.layout(DeletionMessage).size,
+        "AT_TAP_MARKS": TAP.layout(DeletionMessage).span("tap_flags")[0],
+        "AT_TAP_HOPS": TAP.layout(DeletionMessage).span("ttl")[0],
+        "TAP_HOPS": Tap().ttl,
+        "TAP_ACK": TapMark.ACK,
+        "TAP_NO_VALUE": TapMark.NO_VALUE,
+        "ALL_OPERATIONS": plain_fanout.ALL_OPERATIONS,
         "STORE_EXTRAS": extras.STORE.size,
         "COPY_EXTRAS": extras.WITH_META.size + extras.OPTIONS.size,
         "FLAGS_EXTRAS": extras.FLAGS.size,

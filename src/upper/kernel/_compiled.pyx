@@ -6,6 +6,7 @@ with what is left; every buffer taken is released in a `finally`; allocation siz
 from a field; `packets` makes the error messages.
 """
 
+cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING, PyByteArray_GET_SIZE, PyByteArray_Resize
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -16,7 +17,7 @@ from cpython.object cimport Py_TYPE, PyObject, PyTypeObject
 from cpython.ref cimport Py_INCREF, Py_XDECREF
 from libc.math cimport NAN, isnan
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc, realloc
+from libc.stdlib cimport calloc, free, malloc, realloc
 from libc.string cimport memcmp, memcpy, memset
 
 import os
@@ -104,6 +105,21 @@ cdef enum:
     EXPIRATIONS = 4
     DATA_TYPES = 8
     NANOSECONDS = 1000000000
+    DCP_MARKER = 0x56
+    DCP_MARKER_EXTRAS = 20
+    DCP_IN_MEMORY = 1  # of a marker: its snapshot is a commit
+    SEQNO_ADVANCED = 0x64
+    ADVANCED_EXTRAS = 8  # of SEQNO_ADVANCED
+    TAP_MUTATION = 0x41
+    TAP_DELETION = 0x42
+    TAP_MUTATION_EXTRAS = 16
+    TAP_DELETION_EXTRAS = 8
+    AT_TAP_MARKS = 2  # in the extras
+    AT_TAP_HOPS = 4
+    TAP_HOPS = 255
+    TAP_ACK = 1
+    TAP_NO_VALUE = 2
+    ALL_OPERATIONS = 7  # a bit for each opcode of a change, from MUTATION
     GET = 0x00
     SET = 0x01
     DELETE = 0x04
@@ -184,6 +200,21 @@ LAYOUT = {
     "EXPIRATIONS": EXPIRATIONS,
     "DATA_TYPES": DATA_TYPES,
     "NANOSECONDS": NANOSECONDS,
+    "DCP_MARKER": DCP_MARKER,
+    "DCP_MARKER_EXTRAS": DCP_MARKER_EXTRAS,
+    "DCP_IN_MEMORY": DCP_IN_MEMORY,
+    "SEQNO_ADVANCED": SEQNO_ADVANCED,
+    "ADVANCED_EXTRAS": ADVANCED_EXTRAS,
+    "TAP_MUTATION": TAP_MUTATION,
+    "TAP_DELETION": TAP_DELETION,
+    "TAP_MUTATION_EXTRAS": TAP_MUTATION_EXTRAS,
+    "TAP_DELETION_EXTRAS": TAP_DELETION_EXTRAS,
+    "AT_TAP_MARKS": AT_TAP_MARKS,
+    "AT_TAP_HOPS": AT_TAP_HOPS,
+    "TAP_HOPS": TAP_HOPS,
+    "TAP_ACK": TAP_ACK,
+    "TAP_NO_VALUE": TAP_NO_VALUE,
+    "ALL_OPERATIONS": ALL_OPERATIONS,
     "GET": GET,
     "SET": SET,
     "DELETE": DELETE,

@@ -125,6 +125,14 @@ def not_a_change(opcode: int) -> ValueError:
     return ValueError(f"only changes and FLUSH have a form in DCP, not {opcode:#x}")
 
 
+def not_in_tap(opcode: int) -> ValueError:
+    return ValueError(f"only changes have a form in TAP, not {opcode:#x}")
+
+
+def wrong_form() -> ValueError:
+    return ValueError("a form is that of UPR, of DCP or of TAP; TAP has a method of its own")
+
+
 def bad_change(opcode: int, extras: int, key: int, total: int, at: int) -> BadLength:
     return BadLength(
         f"no change {opcode:#x} has extras of {extras}, a key of {key} and a body of {total}", at=at

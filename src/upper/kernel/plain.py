@@ -34,6 +34,7 @@ from upper.kernel.plain_columns import columns as columns
 from upper.kernel.plain_columns import to_arrow as to_arrow
 from upper.kernel.plain_events import events as events
 from upper.kernel.plain_fanout import CommitGroups as CommitGroups
+from upper.kernel.plain_fanout import StreamForm as StreamForm
 from upper.kernel.plain_fanout import TailProgress as TailProgress
 from upper.kernel.plain_fanout import latest as latest
 from upper.kernel.plain_log import Log as Log
@@ -110,14 +111,10 @@ def _in_dcp(record: bytes, number: bytes, form: int) -> bytes:
     body = HEADER_SIZE + record[AT_EXTRAS_LENGTH]
     if len(record) < body:
         raise short(len(record))
-    more = b""
-    if opcode == MUTATION:
-        more = bytes(3)
-    elif opcode != FLUSH:
-        more = bytes(2)
-        if form & DcpForm.DELETE_TIMES:
-            seconds = int.from_bytes(record[AT_CAS:AT_SEQNO], "big") // NANOSECONDS & 0xFFFF_FFFF
-            more = U32.pack(seconds) + (b"\0" if opcode == DELETION else b"")
+    more = bytes(dcp_extras(opcode, form))
+    if opcode in (DELETION, EXPIRATION) and form & DcpForm.DELETE_TIMES:
+        seconds = int.from_bytes(record[AT_CAS:AT_SEQNO], "big") // NANOSECONDS & 0xFFFF_FFFF
+        more = U32.pack(seconds) + more[U32.size :]
     head = (
         b"\x80",
         bytes((opcode + 1,)),
@@ -128,6 +125,19 @@ def _in_dcp(record: bytes, number: bytes, form: int) -> bytes:
     )
     total = U32.pack(len(record) - HEADER_SIZE + len(more))
     return b"".join((*head, total, number, record[AT_CAS:body], more, record[body:]))
+
+
+def dcp_extras(opcode: int, form: int) -> int:
+    """How many bytes of extras this form of DCP adds to a record."""
+    if not MUTATION <= opcode <= FLUSH:
+        raise not_a_change(opcode)
+    if opcode == MUTATION:
+        return 3
+    if opcode == FLUSH:
+        return 0
+    if not form & DcpForm.DELETE_TIMES:
+        return 2
+    return 4 if opcode == EXPIRATION and form & DcpForm.EXPIRATIONS else 5
 
 
 def retarget(buffer: bytearray, start: int, end: int, opaque: int) -> int:

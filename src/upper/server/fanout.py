@@ -1,15 +1,17 @@
 """Fan-out of commits to streams: each commit is grouped and encoded once for all consumers.
 
-A partition's tail is what its live streams share: the last seqno sent to all of them, and the counts of
-changes and bytes. A commit is cut by partition, each key once, and encoded once per opaque; consumers that
-give their streams the same opaques share those bytes. A connection is written to once per commit.
+A partition's tail is what its live streams share: the last seqno sent to all of them. A commit is cut by
+partition, each key once, and encoded once per form (dialect and filter) and set of opaques, over the log of
+its batch; consumers that give their streams the same opaques share those bytes. A connection is written to
+once per commit. Records become objects only for streams without a form: those with a filter by value or an
+end, and those of UPR/0.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -19,6 +21,7 @@ from upper.record.change import seqno_of
 from upper.record.layout import AT_OPCODE, FLUSH
 
 if TYPE_CHECKING:
+    from upper.server.filters import Filter
     from upper.server.stream_producer import StreamProducer
     from upper.server.subscription import Subscription
     from upper.storage import BucketStore, Commit, PartitionStore
@@ -39,14 +42,15 @@ class PartitionTail(kernel.TailProgress):
 
 
 class SubscriptionSet:
-    """The streams in step of a connection: which partitions, under which opaques.
+    """The streams in step of a connection that have one form: which partitions, under which opaques.
 
     Connections with the same partitions under the same opaques share one set, and are sent the same bytes.
     """
 
-    __slots__ = ("__weakref__", "slots")
+    __slots__ = ("__weakref__", "form", "slots")
 
-    def __init__(self, slots: frozenset[int]) -> None:
+    def __init__(self, form: kernel.StreamForm, slots: frozenset[int]) -> None:
+        self.form = form
         self.slots = array("q", [-1]) * (1 + (max(slots, default=-1) >> 32))  # by partition
         for slot in slots:
             self.slots[slot >> 32] = slot
@@ -55,22 +59,36 @@ class SubscriptionSet:
 class EncodedCommit:
     """One commit, cut by partition."""
 
-    __slots__ = ("_cut", "_encoded", "tails")
+    __slots__ = ("_encoded", "_measured", "_records", "cut", "ends", "tails")
 
     def __init__(self, cut: kernel.CommitGroups, tails: list[PartitionTail]) -> None:
-        self._cut, self.tails = cut, tails
-        self._encoded: dict[SubscriptionSet, tuple[bytes, int]] = {}
+        self.cut, self.tails = cut, tails
+        self.ends = cut.ends()  # the last seqno of each partition
+        self._encoded: dict[SubscriptionSet, bytes] = {}
+        self._measured: dict[SubscriptionSet, tuple[int, int]] = {}
+        self._records: dict[int, list[bytes]] = {}
 
-    @property
-    def groups(self) -> dict[int, list[bytes]]:
-        """Its records by partition."""
-        return self._cut.by_partition
+    def records(self, wanted: KeysView[int]) -> Iterator[tuple[int, list[bytes]]]:
+        """The records of these partitions, as far as they have any; made once."""
+        changed = self.ends.keys() & wanted
+        if missing := changed - self._records.keys():
+            self._records.update(self.cut.of(missing))
+        return ((partition, self._records[partition]) for partition in changed)
 
-    def encoded(self, subscription_set: SubscriptionSet) -> tuple[bytes, int]:
-        """The commit for connections with these streams in step, and its number of changes; encoded once."""
+    def measured(self, subscription_set: SubscriptionSet) -> tuple[int, int]:
+        """The bytes and changes of the commit for connections with these streams in step."""
+        made = self._measured.get(subscription_set)
+        if made is None:
+            made = self.cut.measure(subscription_set.slots, subscription_set.form)
+            self._measured[subscription_set] = made
+        return made
+
+    def encoded(self, subscription_set: SubscriptionSet) -> bytes:
+        """The commit for connections with these streams in step; encoded once."""
         made = self._encoded.get(subscription_set)
         if made is None:
-            made = self._encoded[subscription_set] = self._cut.frame(subscription_set.slots)
+            made = self.cut.frame(subscription_set.slots, subscription_set.form)
+            self._encoded[subscription_set] = made
         return made
 
 
@@ -93,7 +111,8 @@ class Fanout:
     def __init__(self, bucket: BucketStore, *, replicas: bool = False) -> None:
         self.tails = [PartitionTail(store, replicas=replicas) for store in bucket.partitions]
         self.listeners: dict[StreamProducer, None] = {}
-        self._subscription_sets: WeakValueDictionary[frozenset[int], SubscriptionSet] = WeakValueDictionary()
+        self._forms: WeakValueDictionary[object, kernel.StreamForm] = WeakValueDictionary()
+        self._subscription_sets: WeakValueDictionary[object, SubscriptionSet] = WeakValueDictionary()
         self._after: list[tuple[int, Callable[[], None]]] = []
         self.open = 0  # streams
         self.commits = self.changes = 0
@@ -156,11 +175,33 @@ class Fanout:
         log.exception("a stream could not be fed; its connection is closed")
         listener.abandon()
 
-    def subscription_set(self, slots: frozenset[int]) -> SubscriptionSet:
+    def form(self, chosen: Filter, *, dcp: int = 0, tap: bool = False) -> kernel.StreamForm | None:
+        """The one form of changes in this dialect that pass this filter; None for a filter by value.
+
+        That filter parses values, which takes too long to be done for a whole commit at once.
+        """
+        if chosen.condition is not None:
+            return None
+        key = (dcp, tap, chosen.prefix, chosen.pattern, chosen.operations, chosen.keys_only)
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = kernel.StreamForm(
+                len(self.tails),
+                dcp=dcp,
+                tap=tap,
+                keys_only=chosen.keys_only,
+                prefix=chosen.prefix,
+                operations=chosen.operation_bits,
+                matches=chosen.matches,
+            )
+        return form
+
+    def subscription_set(self, form: kernel.StreamForm, slots: frozenset[int]) -> SubscriptionSet:
         """The one set of these slots."""
-        subscription_set = self._subscription_sets.get(slots)
+        subscription_set = self._subscription_sets.get((form, slots))
         if subscription_set is None:
-            subscription_set = self._subscription_sets[slots] = SubscriptionSet(slots)
+            subscription_set = SubscriptionSet(form, slots)
+            self._subscription_sets[form, slots] = subscription_set
         return subscription_set
 
     def after(self, ticket: int, then: Callable[[], None]) -> None:

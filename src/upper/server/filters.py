@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from upper.errors import InvalidArguments, NotSupported
 from upper.record import layout
 from upper.record.change import deletion, key_of, meta_of, partition_of_record, without_value
-from upper.record.layout import AT_EXTRAS_LENGTH, AT_OPCODE, HEADER_SIZE, MUTATION
+from upper.record.layout import AT_OPCODE, MUTATION
 from upper.server.value_filter import ValueCondition, value_condition
 
 Judge = Callable[[bytes], bool]
@@ -35,6 +35,7 @@ class Filter:
     keys_only: bool = False
     mode: str = VIEW  # of the filter by value
     judges: tuple[Judge, ...] = ()
+    matches: Callable[[bytes], object] | None = None  # of the pattern, for a key
     condition: ValueCondition | None = None
 
     @property
@@ -50,7 +51,7 @@ class Filter:
         return replace(self, prefix=prefix)._judged()
 
     def with_pattern(self, pattern: str) -> Filter:
-        return replace(self, pattern=pattern)._judged()
+        return replace(self, pattern=pattern, matches=_search(pattern) if pattern else None)._judged()
 
     def with_value(self, comparison: str) -> Filter:
         return replace(self, value=comparison, condition=value_condition(comparison) if comparison else None)
@@ -84,6 +85,11 @@ class Filter:
             passed = _by_value(self.condition, passed, removes=removes)
         return [without_value(record) for record in passed] if self.keys_only else passed
 
+    @property
+    def operation_bits(self) -> int:
+        """The operations as the kernel takes them."""
+        return sum(1 << OPERATIONS[name] - MUTATION for name in self.operations)
+
     def __str__(self) -> str:
         parts = [
             *([f"prefix {self.prefix.decode(errors='replace')}"] if self.prefix else []),
@@ -100,8 +106,8 @@ class Filter:
             judges.append(_by_operation(self.operations))
         if self.prefix:
             judges.append(_by_prefix(self.prefix))
-        if self.pattern:
-            judges.append(_by_pattern(self.pattern))
+        if self.matches is not None:
+            judges.append(_by_pattern(self.matches))
         return replace(self, judges=tuple(judges))
 
 
@@ -115,10 +121,14 @@ def _by_operation(names: frozenset[str]) -> Judge:
 
 
 def _by_prefix(prefix: bytes) -> Judge:
-    return lambda record: record.startswith(prefix, HEADER_SIZE + record[AT_EXTRAS_LENGTH])
+    return lambda record: key_of(record).startswith(prefix)
 
 
-def _by_pattern(pattern: str) -> Judge:
+def _by_pattern(matches: Callable[[bytes], object]) -> Judge:
+    return lambda record: matches(key_of(record)) is not None
+
+
+def _search(pattern: str) -> Callable[[bytes], object]:
     try:
         import re2
     except ImportError:
@@ -127,12 +137,12 @@ def _by_pattern(pattern: str) -> Judge:
         options = re2.Options()
         options.log_errors = False
         options.encoding = re2.Options.Encoding.LATIN1  # keys are bytes, and need not be UTF-8
-        search = re2.compile(pattern.encode(), options=options).search
+        search: Callable[[bytes], object] = re2.compile(pattern.encode(), options=options).search
     except re2.error as error:
         why = error.args[0] if error.args else ""
         text = why.decode(errors="replace") if isinstance(why, bytes) else why
         raise InvalidArguments(f"the key pattern is not a regular expression of RE2: {text}") from None
-    return lambda record: search(key_of(record)) is not None
+    return search
 
 
 def _by_value(condition: ValueCondition, records: list[bytes], *, removes: bool) -> list[bytes]:

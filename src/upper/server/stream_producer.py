@@ -51,7 +51,7 @@ class StreamProducer(BackfillSender):
         self.streams: dict[int, Subscription] = {}  # by opaque
         self.partitions: dict[int, Subscription] = {}
         self._step: dict[int, Subscription] = {}  # by partition: in step
-        self._subscription_set: SubscriptionSet | None = None  # those in step; None: to be computed
+        self._sets: list[SubscriptionSet] | None = None  # those in step; None: to be computed
         self._apart: dict[int, Subscription] = {}  # by partition: live, but not the same bytes as for others
         # States that the consumer has not confirmed, by the opaque of what confirms them, and since when.
         self._unconfirmed: dict[int, tuple[Subscription, float]] = {}
@@ -79,40 +79,52 @@ class StreamProducer(BackfillSender):
     # ── Commits ───────────────────────────────────────────────────────────────────────────────────
 
     def on_commit(self, batch: EncodedCommit) -> None:
-        """A commit: the same bytes for every plain stream in step, one write for all of them."""
+        """A commit: the same bytes for every stream in step of one form, one write for all of them."""
         if self._step:
-            if self._subscription_set is None:
-                self._subscription_set = self.fanout.subscription_set(
-                    frozenset(stream.slot for stream in self._step.values())
-                )
-            encoded, items = batch.encoded(self._subscription_set)
-            if encoded:
-                self._forward(batch, encoded, items)
+            if self._sets is None:
+                self._sets = self._in_step()
+            for chosen in self._sets:
+                self._forward(batch, chosen)
         if self._apart:
-            for partition in batch.groups.keys() & self._apart.keys():
+            for partition, records in batch.records(self._apart.keys()):
                 tail = batch.tails[partition]
-                records = batch.groups[partition]
                 last = seqno_of(records[-1])
                 self._offer(self._apart[partition], [CommitRange(tail.reached + 1, last, records)])
             self.flush()
 
-    def _forward(self, batch: EncodedCommit, encoded: bytes, items: int) -> None:
-        if self._has_room and self._fits(len(encoded)):
-            self.window.sent(len(encoded))
-            self.items += items
-            self.bytes += len(encoded)
-            if self._out:
-                self.flush()
-            self.connection.send(encoded)
+    def _in_step(self) -> list[SubscriptionSet]:
+        """The streams in step by their form; streams of one connection rarely have different ones."""
+        slots: dict[kernel.StreamForm, set[int]] = {}
+        for stream in self._step.values():
+            assert stream.form is not None
+            slots.setdefault(stream.form, set()).add(stream.slot)
+        return [self.fanout.subscription_set(form, frozenset(some)) for form, some in slots.items()]
+
+    def _forward(self, batch: EncodedCommit, chosen: SubscriptionSet) -> None:
+        """A commit to the streams in step of one form. It is encoded only if there is space for it."""
+        size, items = batch.measured(chosen)
+        if not size:
             return
-        # No space: these streams fall behind at their present seqno, and read this commit from the store
-        # later.
-        for partition in batch.groups:
-            if (stream := self._step.get(partition)) is not None:
+        if self._has_room and self._fits(size) and self._may_send(items):
+            self._send_in_step(self._encode_in_step(batch, chosen, items), items)
+        else:
+            self._fall_behind(batch, chosen)
+
+    def _send_in_step(self, encoded: bytes, items: int) -> None:
+        self.window.sent(len(encoded))
+        self.items += items
+        self.bytes += len(encoded)
+        if self._out:
+            self.flush()
+        self.connection.send(encoded)
+
+    def _fall_behind(self, batch: EncodedCommit, chosen: SubscriptionSet) -> None:
+        """No space: these streams stay at their present seqno, and read this commit from the store later."""
+        for partition, last in batch.ends.items():
+            stream = self._step.get(partition)
+            if stream is not None and stream.form is chosen.form:
                 self._leave_step(stream)
-                records = batch.groups[partition]
-                last = Seqno(seqno_of(records[-1]))
-                stream.machine.committed(Seqno(stream.tail.reached + 1), last, room=False)
+                stream.machine.committed(Seqno(stream.tail.reached + 1), Seqno(last), room=False)
                 self._enqueue(stream, Todo.ROOM)
         self.node.counters.fell_behind += 1
 
@@ -146,7 +158,7 @@ class StreamProducer(BackfillSender):
     def _leave_step(self, stream: Subscription) -> None:
         if stream.in_step:
             self._step.pop(stream.partition, None)
-            self._subscription_set = None
+            self._sets = None
             stream.leave_tail()
 
     # ── Effects ───────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +223,14 @@ class StreamProducer(BackfillSender):
 
     # What another dialect does differently.
 
+    def _may_send(self, items: int) -> bool:
+        """Whether this many changes may be sent at once."""
+        return True
+
+    def _encode_in_step(self, batch: EncodedCommit, chosen: SubscriptionSet, items: int) -> bytes:
+        """A commit as the streams in step of one form get it."""
+        return batch.encoded(chosen)
+
     def _takes(self, stream: Subscription, records: list[bytes]) -> bool:
         """True if a commit may be sent at once; else it is read from the store, piece by piece."""
         return stream.filter.condition is None or sum(map(len, records)) <= PARSED
@@ -265,10 +285,10 @@ class StreamProducer(BackfillSender):
             stream.tail.waiting[stream] = self
         else:
             stream.tail.waiting.pop(stream, None)
-        if phase is Sending.LIVE and stream.plain and stream.machine.sent == stream.tail.reached:
+        if phase is Sending.LIVE and stream.shares and stream.machine.sent == stream.tail.reached:
             self._apart.pop(partition, None)
             self._step[partition] = stream
-            self._subscription_set = None
+            self._sets = None
             stream.join_tail()
         elif phase is Sending.LIVE:
             self._apart[partition] = stream
@@ -276,7 +296,7 @@ class StreamProducer(BackfillSender):
                 # It missed a commit; the store has it.
                 reached = Seqno(stream.tail.reached)
                 self._perform(stream, stream.machine.committed(Seqno(0), reached))
-            elif stream.plain and not again:
+            elif stream.shares and not again:
                 # It already has a commit that its tail has not counted yet; it joins when that is done.
                 self.node.loop.call_soon(self._regroup_again, stream)
         else:

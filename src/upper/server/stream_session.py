@@ -300,6 +300,7 @@ class StreamSession(StreamProducer):
             opaque=request.opaque,
             encoder=encoder,
             chosen=chosen,
+            form=None if encoder.joined_form is None else self.fanout.form(chosen, dcp=encoder.joined_form),
             flags=request.flags,
             name=request.name.decode(errors="replace") or self.controls.name,
             resumes=resumes,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from upper.errors import KeyNotFound
 from upper.history.producing import Sending
-from upper.model.values import START
 from upper.server.stream_session import StreamSession
 from upper.server.tap import TapStreamSession
 
@@ -166,10 +165,10 @@ ONE_STREAM: Mapping[str, tuple[str, Callable[[Subscription], Value]]] = {
 }
 
 TAP_STREAM: Mapping[str, tuple[str, Callable[[TapStreamSession, int], Value]]] = {
-    "position": ("last seqno sent", lambda tap, partition: tap.session.sent[partition].seqno),
+    "position": ("last seqno sent", lambda tap, partition: tap.seqno(partition)),
     "acknowledged": (
         "last seqno that the client has acknowledged, if it acknowledges",
-        lambda tap, partition: tap.session.acknowledged.get(partition, START).seqno,
+        lambda tap, partition: tap.session.known(partition).seqno,
     ),
     "remaining": ("seqnos still to come", lambda tap, partition: tap.remaining(partition)),
 }

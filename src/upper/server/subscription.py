@@ -1,7 +1,7 @@
 """One stream: its machine, its filter, the snapshot that it is sending, and what it has sent.
 
-Streams in step are sent each commit as the same bytes, so what they have sent is counted once, by the
-partition's tail: a stream stores the tail's counters at the time it joined, and adds the difference.
+Streams in step are sent each commit as the same bytes, so what they have sent is counted once, by their form:
+a stream stores the form's counters at the time it joined, and adds the difference.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from upper.server.filters import Filter
 from upper.wire.stream_encoder import StreamEncoder
 
 if TYPE_CHECKING:
+    from upper.kernel import StreamForm
     from upper.server.fanout import PartitionTail
     from upper.storage import PartitionStore
     from upper.storage.changes import Changes
@@ -47,6 +48,7 @@ class Subscription:
         "encoder",
         "filter",
         "flags",
+        "form",
         "machine",
         "name",
         "opaque",
@@ -69,17 +71,22 @@ class Subscription:
         opaque: int,
         encoder: StreamEncoder,
         chosen: Filter,
+        form: StreamForm | None,
         flags: StreamFlag,
         name: str,
         resumes: Seqno | None = None,
     ) -> None:
-        """`resumes`: the start of the snapshot that the consumer is inside."""
+        """`form`: of its changes in a commit, if the kernel has one for them.
+
+        `resumes`: the start of the snapshot that the consumer is inside.
+        """
         self.store, self.tail, self.machine = store, tail, machine
         self.partition = store.id
         self.opaque, self.encoder, self.filter, self.flags, self.name = opaque, encoder, chosen, flags, name
         self.slot = store.id << 32 | opaque
-        self._resumes = resumes
+        self.form = form if machine.until == NO_END else None
         bounds = encoder.dialect.snapshot_bounds
+        self._resumes = resumes if bounds else None
         self._opening = b"" if bounds else encoder.snapshot_start(store.id, opaque)
         self.closing = encoder.snapshot_end(store.id, opaque)
         self.since = time.time()
@@ -90,12 +97,12 @@ class Subscription:
         self.sending: Send | None = None
         self.announced = Seqno(0)
         self._items = self._sent_bytes = 0
-        self._joined = (0, 0)  # items and bytes of the tail when this stream joined it
+        self._joined = (0, 0)  # items and bytes of the form when this stream joined its tail
 
     @property
-    def plain(self) -> bool:
-        """True when a commit is the same bytes for this stream as for every other plain one."""
-        return self.filter.everything and self.machine.until == NO_END and self.encoder.dialect.stored_records
+    def shares(self) -> bool:
+        """True when a commit is the same bytes for this stream as for every other one of its form."""
+        return self.form is not None and self._resumes in (None, self.machine.sent)
 
     def opening(self, after: Seqno, last: Seqno, *, disk: bool) -> bytes:
         """The start of a snapshot; with bounds, which the first one of a resumed snapshot shares with it."""
@@ -115,7 +122,8 @@ class Subscription:
         return self.machine.phase is Sending.IN_STEP
 
     def join_tail(self) -> None:
-        self._joined = (self.tail.items, self.tail.bytes)
+        assert self.form is not None
+        self._joined, self._resumes = self.form.counted(self.partition), None
         self.machine.join()
 
     def leave_tail(self) -> None:
@@ -134,11 +142,17 @@ class Subscription:
 
     @property
     def items(self) -> int:
-        return self._items + (self.tail.items - self._joined[0] if self.in_step else 0)
+        return self._items + self._in_step(0)
 
     @property
     def bytes(self) -> int:
-        return self._sent_bytes + (self.tail.bytes - self._joined[1] if self.in_step else 0)
+        return self._sent_bytes + self._in_step(1)
+
+    def _in_step(self, which: int) -> int:
+        """The changes (0) or bytes (1) since it joined."""
+        if not self.in_step or self.form is None:
+            return 0
+        return self.form.counted(self.partition)[which] - self._joined[which]
 
     @property
     def remaining(self) -> int:

@@ -43,13 +43,13 @@ from upper.server.filters import EVERYTHING
 from upper.server.stream_output import Pieces
 from upper.server.stream_producer import StreamProducer
 from upper.server.subscription import Subscription
-from upper.server.tap_sessions import TapSession
+from upper.server.tap_sessions import Mark, TapSession, mark
 from upper.wire.stream_encoder import SHARED, stream_encoder, with_value
 from upper.wire.tap import DUMPED, TAP, tap_change
 
 if TYPE_CHECKING:
     from upper.server.connection import Connection
-    from upper.server.fanout import EncodedCommit, PartitionTail
+    from upper.server.fanout import EncodedCommit, PartitionTail, SubscriptionSet
     from upper.storage import PartitionStore
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class TapSubscription(Subscription):
         tail: PartitionTail,
         at: Position,
         *,
+        form: kernel.StreamForm | None,
         flags: StreamFlag,
         name: str,
         empty: bool,
@@ -81,6 +82,7 @@ class TapSubscription(Subscription):
             opaque=store.id,
             encoder=stream_encoder(TAP, kernel.join),
             chosen=EVERYTHING,
+            form=form,
             flags=flags,
             name=name,
         )
@@ -88,6 +90,11 @@ class TapSubscription(Subscription):
         self.empty = empty  # the client has nothing of this partition
         self.oldest = oldest  # CAS of the oldest change to send to an empty client; None: all changes
         self.branch = store.log.branch
+
+    @property
+    def shares(self) -> bool:
+        """False before its first snapshot, which may complete one or leave deletions out."""
+        return super().shares and self.position.consistent and bool(self.machine.sent or not self.empty)
 
 
 class TapStreamSession(StreamProducer):
@@ -108,8 +115,8 @@ class TapStreamSession(StreamProducer):
         self._opaque = self._made = 0  # the opaque of the last message, and the number of messages
         self._every = 0  # messages per requested acknowledgement; 0: none is requested
         self._since_ack = 0
-        self._unasked: dict[int, Position] = {}  # progress since the last message that asked for one
-        self._asked: deque[tuple[int, int, dict[int, Position]]] = deque()
+        self._unasked: dict[int, Mark] = {}  # progress since the last message that asked for one
+        self._asked: deque[tuple[int, int, dict[int, Mark]]] = deque()
         self._unopened: dict[int, None] = {}  # partitions that have something to send, in order
         self._idle: set[int] = set()  # partitions without any change; opened by their first one
 
@@ -126,7 +133,12 @@ class TapStreamSession(StreamProducer):
 
     def remaining(self, partition: int) -> int:
         """How many seqnos the client is behind what it could have of a partition."""
-        return max(0, self.node.bucket.partitions[partition].durable - self.session.sent[partition].seqno)
+        return max(0, self.node.bucket.partitions[partition].durable - self.seqno(partition))
+
+    def seqno(self, partition: int) -> int:
+        """The last seqno of a partition that was sent."""
+        stream = self._step.get(partition)
+        return self.session.sent[partition].seqno if stream is None else stream.seqno
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
 
@@ -224,7 +236,7 @@ class TapStreamSession(StreamProducer):
             self._leave(store)
             return
         if store.id in self._before:
-            sent, known = self._before.pop(store.id), session.acknowledged.get(store.id, START)
+            sent, known = self._before.pop(store.id), session.known(store.id)
         else:
             sent = known = session.sent[store.id]
         again = session.flushed.get(store.id, 0) is None  # it may not have received a FLUSH
@@ -242,15 +254,26 @@ class TapStreamSession(StreamProducer):
         flags = StreamFlag.NONE
         for option, bits in self.FLAGS.items():
             flags |= bits if getattr(request, option) else StreamFlag.NONE
-        tail = self.node.fanout.tails[store.id]
-        self.add(TapSubscription(store, tail, at, flags=flags, name=session.name, empty=empty, oldest=oldest))
+        fanout = self.node.fanout
+        form = fanout.form(EVERYTHING.with_keys_only() if request.keys_only else EVERYTHING, tap=True)
+        stream = TapSubscription(
+            store,
+            fanout.tails[store.id],
+            at,
+            form=form,
+            flags=flags,
+            name=session.name,
+            empty=empty,
+            oldest=oldest,
+        )
+        self.add(stream)
 
     def _decide(self, store: PartitionStore, sent: Position, known: Position) -> Resume | RollbackTo:
         return redeliver(sent, known, store.log, high=Seqno(store.high), purged=Seqno(store.purged))
 
     def _send_clear(self, store: PartitionStore, *, ask: bool = False) -> None:
         """FLUSH, for a client that may have what is not part of the history; everything follows."""
-        self._unasked[store.id] = START
+        self._unasked[store.id] = mark(START)
         self._out.append(self._flush_message(store.id, ask=ask))
         self.session.flushed[store.id] = self._made
 
@@ -259,8 +282,34 @@ class TapStreamSession(StreamProducer):
     def on_commit(self, batch: EncodedCommit) -> None:
         super().on_commit(batch)
         if self._idle:
-            for partition in batch.groups.keys() & self._idle:
+            for partition in batch.ends.keys() & self._idle:
                 self._wake(partition)
+
+    def _may_send(self, items: int) -> bool:
+        left = self.node.settings.streams.tap_unacknowledged - self._unacknowledged
+        return not self._every or items <= left
+
+    def _encode_in_step(self, batch: EncodedCommit, chosen: SubscriptionSet, items: int) -> bytes:
+        """Messages are numbered by connection, so no two connections share these bytes."""
+        encoded, asked, progress = batch.cut.frame_tap(
+            chosen.slots, chosen.form, self._opaque, every=self._every, since=self._since_ack
+        )
+        for opaque, number, covered in asked:
+            self._unasked.update(covered)
+            self._asked.append((opaque, self._made + number, self._unasked))
+            self._unasked = {}
+        self._unasked.update(progress)
+        self._since_ack = items - asked[-1][1] if asked else self._since_ack + items
+        self._opaque = (self._opaque + items - 1) % 0xFFFFFFFF + 1
+        self._made += items
+        return encoded
+
+    def _leave_step(self, stream: Subscription) -> None:
+        if stream.in_step:
+            super()._leave_step(stream)
+            assert isinstance(stream, TapSubscription)
+            stream.position = Position.at(stream.branch, stream.machine.sent)
+            self.session.sent[stream.partition] = stream.position
 
     def on_flush(self, partition: int) -> None:
         if partition in self._idle:
@@ -306,7 +355,7 @@ class TapStreamSession(StreamProducer):
         for record in records:
             opaque, ask = self._number()
             if ask:
-                self._unasked[stream.partition] = Position(branch, Seqno(seqno_of(record)), around)
+                self._unasked[stream.partition] = (branch, seqno_of(record), around.start, around.end)
                 self._ask(opaque)
             if len(record) < SHARED or not value:
                 out.append(tap_change(record, opaque, ack=ask, value=value))
@@ -335,7 +384,8 @@ class TapStreamSession(StreamProducer):
         self._reached(stream.partition, stream.position)
 
     def _reached(self, partition: int, position: Position) -> None:
-        self.session.sent[partition] = self._unasked[partition] = position
+        self.session.sent[partition] = position
+        self._unasked[partition] = mark(position)
 
     def _number(self) -> tuple[int, bool]:
         """The opaque of the next message, and whether it requests an acknowledgement."""

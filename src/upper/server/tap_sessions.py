@@ -11,13 +11,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 from upper.model.messages import TapConnect
-from upper.model.values import Position
+from upper.model.values import START, BranchId, Position, Seqno, Snapshot
 from upper.server.settings import StreamSettings
 
 if TYPE_CHECKING:
     from upper.server.tap import TapStreamSession
 
 Key: TypeAlias = tuple[str, str]
+Mark: TypeAlias = tuple[int, int, int, int]  # a position as the kernel has it: branch, seqno, snapshot
+
+
+def mark(position: Position) -> Mark:
+    return position.branch, position.seqno, position.snapshot.start, position.snapshot.end
 
 
 @dataclass
@@ -26,12 +31,19 @@ class TapSession:
 
     name: str
     sent: dict[int, Position] = field(default_factory=dict)  # by partition: the client may have all of it
-    acknowledged: dict[int, Position] = field(default_factory=dict)
+    acknowledged: dict[int, Mark] = field(default_factory=dict)
     # Partitions flushed because the client had what is not part of the history: the number of the FLUSH, None
     # if a former connection sent it. Until it is acknowledged it may be lost.
     flushed: dict[int, int | None] = field(default_factory=dict)
     connected: TapStreamSession | None = None
     left: float = 0.0  # when its last connection ended
+
+    def known(self, partition: int) -> Position:
+        """What the client has acknowledged."""
+        if (found := self.acknowledged.get(partition)) is None:
+            return START
+        branch, seqno, start, end = found
+        return Position(BranchId(branch), Seqno(seqno), Snapshot(Seqno(start), Seqno(end)))
 
 
 class TapSessions:
