@@ -91,9 +91,12 @@ class Coordinator:
 
     # ── Life ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def join(self) -> None:
-        """Read the cluster and register this node. Waits for a store that does not answer."""
-        await self._loop.run_in_executor(None, self._register)
+    async def join(self, check: Callable[[ClusterState], None] = lambda _: None) -> None:
+        """Read the cluster and register this node, unless `check` raises.
+
+        Waits for a store that does not answer.
+        """
+        await self._loop.run_in_executor(None, self._register, check)
         self._start("watch", self._watch)
         await self._wait_for(self._first_read)
 
@@ -327,7 +330,7 @@ class Coordinator:
                 self._ending.set()  # the loop was closed meanwhile
                 self._keeper.end()
 
-    def _register(self) -> None:
+    def _register(self, check: Callable[[ClusterState], None]) -> None:
         """Write this node's record; refuse a name that another node has."""
         store = self._opened()
         while True:
@@ -338,6 +341,7 @@ class Coordinator:
                         f"the cluster has another node with the name {other.name!r}, at {other.address}; "
                         "choose another with --name, or start that node's own data directory"
                     )
+            check(state)
             if state.members.get(self.member.id) == self.member:
                 return
             revision = state.revisions.get(self.member.key, ABSENT)

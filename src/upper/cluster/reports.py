@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from upper.client.calls import Exchange, Packets
+from upper.client.refusals import refusal
 from upper.client.sockets import ConnectionPool, ConnectOptions
 from upper.client.url import NodeAddress, parse_node
 from upper.cluster.bucket_map import Epoch, NodeId
 from upper.cluster.failover import Progress
 from upper.errors import RemoteProtocolError, UpperError
 from upper.model.values import Partition, Seqno
-from upper.wire.codes import Opcode
+from upper.wire.codes import Opcode, Status
 from upper.wire.packet import REQUEST, pack
 
 AT_ONCE = 32  # nodes that are asked at the same time
@@ -37,7 +38,7 @@ class NodeReports:
     """The reports of nodes, and why each of the others sent none."""
 
     by_node: Mapping[NodeId, NodeReport] = field(default_factory=dict)
-    failures: Mapping[NodeId, str] = field(default_factory=dict)
+    failures: Mapping[NodeId, UpperError] = field(default_factory=dict)
 
     @property
     def progress(self) -> dict[tuple[Partition, NodeId], Progress]:
@@ -62,11 +63,11 @@ def ask_nodes(addresses: Mapping[NodeId, str], access: ConnectOptions, *, second
     found = {node: future.result() for node, future in asked.items()}
     return NodeReports(
         {node: one for node, one in found.items() if isinstance(one, NodeReport)},
-        {node: one for node, one in found.items() if isinstance(one, str)},
+        {node: one for node, one in found.items() if isinstance(one, UpperError)},
     )
 
 
-def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeReport | str:
+def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeReport | UpperError:
     try:
         rows = statistics(node, access, "cluster-copies", deadline=deadline)
         copies = {
@@ -75,9 +76,9 @@ def _ask(node: NodeAddress, access: ConnectOptions, deadline: float) -> NodeRepo
         }
         return NodeReport(copies, float(rows["lease_age"]))
     except UpperError as error:
-        return str(error)
+        return error
     except (KeyError, ValueError, TypeError):
-        return f"{node} sent a report that this version does not understand"
+        return RemoteProtocolError(f"{node} sent a report that this version does not understand; upgrade it")
 
 
 def statistics(node: NodeAddress, access: ConnectOptions, group: str, *, deadline: float) -> dict[str, str]:
@@ -91,6 +92,8 @@ def statistics(node: NodeAddress, access: ConnectOptions, group: str, *, deadlin
     if node in replies.failures:
         raise replies.failures[node]
     lines = replies.answers[node]
-    if any(line.status for line in lines):
+    if lines[-1].status in (Status.KEY_NOT_FOUND, Status.UNKNOWN_COMMAND):
         raise RemoteProtocolError(f"{node} has no statistics {group!r}; upgrade it")
+    if lines[-1].status:
+        raise refusal(lines[-1])
     return {line.key.decode(): line.value.decode() for line in lines if not line.final}

@@ -23,11 +23,12 @@ from upper.cluster.coordinator import Coordinator
 from upper.cluster.copies import NodeCopies
 from upper.cluster.identity import JoinSettings, NodeIdentity, check_security
 from upper.cluster.lease import LeaseSettings
-from upper.cluster.members import ClusterState
+from upper.cluster.members import ClusterState, MemberRecord
 from upper.cluster.node_actions import NodeActions
 from upper.cluster.replica_link import ReplicaLinks
 from upper.cluster.reports import ask_nodes
 from upper.cluster.shown_map import ShownMap
+from upper.errors import AuthenticationFailed, ClusterError, NotAllowed
 from upper.model.values import State
 from upper.server.auth import CLUSTER_USER, read_secret
 from upper.server.listen import Endpoints, port_of
@@ -36,6 +37,7 @@ from upper.server.node import Node
 from upper.server.settings import ServerSettings
 from upper.storage import BucketStore, StorageSettings
 
+LOGIN = 1.0  # seconds that nodes have to accept the login of one that joins
 ASK = 0.3  # seconds that nodes have to report their progress before a failover
 
 
@@ -72,7 +74,7 @@ def serve_member(
         node = ClusterNode(settings, storage, join, coordinator, endpoints, data, control)
         try:
             with suppress(Stopped):
-                await _unless(stopping, coordinator.join())
+                await _unless(stopping, coordinator.join(partial(_check_login, settings, join, member)))
                 if coordinator.state.bucket_map is None:
                     coordinator.keep_lease()
                     waiting(
@@ -182,6 +184,29 @@ class ClusterNode:
             return
         self._links.close()
         await stop(self.node)
+
+
+def _check_login(
+    settings: ServerSettings, join: JoinSettings, member: MemberRecord, state: ClusterState
+) -> None:
+    """Refuse to join where a live node rejects the login of this one, and none accepts it.
+
+    It would hold copies that never get in sync, and a rebalance would wait for them. Nodes accept logins once
+    there is a bucket.
+    """
+    if state.bucket_map is None:
+        return
+    others = {
+        node: state.members[node] for node in state.alive if node in state.members and node != member.id
+    }
+    access = peer_access(settings, join, state.bucket_map.settings.name, member.name)
+    asked = ask_nodes({node: other.address for node, other in others.items()}, access, seconds=LOGIN)
+    for node, error in asked.failures.items():
+        if isinstance(error, AuthenticationFailed | NotAllowed) and not asked.by_node:
+            raise ClusterError(
+                f"{others[node].name} at {others[node].address} rejects the login of this node; "
+                "start it with the --users and --cluster-secret of the other nodes"
+            )
 
 
 def peer_access(settings: ServerSettings, join: JoinSettings, bucket: str, name: str) -> ConnectOptions:

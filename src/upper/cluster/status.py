@@ -31,7 +31,7 @@ def described(state: ClusterState, asked: NodeReports) -> dict[str, Any]:
                 "replica": replica,
                 "zone": member.zone,
                 "lease_age": None if report is None else report.lease_age,
-                "problem": asked.failures.get(node),
+                "problem": str(asked.failures[node]) if node in asked.failures else None,
                 "version": member.version,
                 "id": node,
             }
