@@ -280,6 +280,43 @@ def test_a_lookup_reads_a_row_group_that_its_filter_names(
     assert row == {"value": "value 55"}
 
 
+def test_a_query_that_names_a_partition_leaves_the_other_parts_of_latest_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "UNIT_BYTES", 1)  # each partition has a file
+    world = World(tmp_path)
+    for number in range(100):
+        world.bucket.do(number % PARTITIONS, "mutation", b"key:%d" % number, b"value %d" % number)
+    world.round()
+    assert len(world.lake.latest.files()) == PARTITIONS
+
+    def scans(condition: str) -> int:
+        plan = "".join(
+            str(row) for row in query(tmp_path, f"explain select value from latest where {condition}")
+        )
+        return plan.count("READ_PARQUET")
+
+    assert scans("partition = 3 and key = 'key:3'") == 1
+    assert scans("partition = partition_of('key:3') and key = 'key:3'") == 1
+    assert scans("partition in (1, 3)") == 2
+    assert scans("partition >= 0") == PARTITIONS
+    assert scans("key = 'key:3'") == 1, "of all files at once"
+    # Changes that `latest` lacks are found in such a query too, and files without statistics.
+    world.bucket.do(3, "mutation", b"key:3", b"newer")
+    world.bucket.do(3, "deletion", b"key:8")
+    world.round()
+    for foreign in (False, True):
+        if foreign:
+            world.optimize()
+        found = list(
+            query(tmp_path, "select text(key) as key, text(value) as value from latest where partition = 3")
+        )
+        assert sorted(row["key"] for row in found) == sorted(f"key:{n}" for n in range(3, 100, 5) if n != 8)
+        assert {row["key"]: row["value"] for row in found}["key:3"] == "newer"
+        (row,) = query(tmp_path, "select count(*) as n, count(distinct partition) as partitions from latest")
+        assert row == {"n": 99, "partitions": PARTITIONS}
+
+
 # ── Against a real node ───────────────────────────────────────────────────────────────────────────────
 
 
