@@ -1,9 +1,12 @@
-"""What workers do before their first task leaves nothing behind at their end."""
+"""What workers do before their first task: what it saves, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
+
+import pytest
 
 
 def test_a_worker_process_ends_without_a_warning_of_a_library() -> None:
@@ -47,3 +50,25 @@ def test_the_program_upper_imports_no_pandas_and_a_program_that_calls_it_may() -
     """
     assert output_of(program.format(call="main(['--version'])")).split()[-1] == "True"
     assert output_of(program.format(call="main()")).split()[-1] == "False"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
+def test_a_settled_process_uses_the_memory_of_one_batch_for_the_next() -> None:
+    program = """if True:
+        import resource
+        from upper.spark.worker import settle
+
+        def pages() -> int:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+        def batch() -> list[bytes]:
+            return [b"x" * 2_500_000 for _ in range(8)]
+
+        settle()
+        batch()
+        before = pages()
+        for _ in range(10):
+            batch()
+        print(pages() - before)
+    """
+    assert int(output_of(program)) < 2_500, "pages of 4 kB that were new; a batch has 4,900"

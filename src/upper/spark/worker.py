@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import sys
+from contextlib import suppress
 
 _settled = False
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers, of malloc.h
+KEPT = 64 * 1024 * 1024  # bytes of free memory that a worker keeps
+BLOCK = 8 * 1024 * 1024  # bytes: larger blocks are given back at once
 
 
 def settle() -> None:
-    """Exclude imported modules from garbage collection, once in each worker.
+    """Prepare a process for tasks, once: what is collected as garbage, and what malloc keeps.
 
     Spark collects garbage after every task. With everything that PySpark and pyarrow import that takes tens
-    of milliseconds, which is most of a small batch; without it, three.
+    of milliseconds, which is most of a small batch; without imported modules, three.
     """
     global _settled
     if not _settled:  # gc.get_freeze_count() takes as long as a small collection
         gc.freeze()
         # Some libraries warn at exit about objects that are still frozen.
         atexit.register(gc.unfreeze)
+        _keep_free_memory()
         _settled = True
+
+
+def _keep_free_memory() -> None:
+    """Let malloc use the memory of one batch for the next.
+
+    By default it returns blocks of the size of a batch to the system and gets them again, page by page,
+    which takes as long as receiving and decoding the rows in them.
+    """
+    with suppress(AttributeError, OSError):  # a system whose C library has no such setting
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(MMAP_THRESHOLD, BLOCK)
+        mallopt(TRIM_THRESHOLD, KEPT)
 
 
 class _NoPandas:
