@@ -59,14 +59,21 @@ class SubscriptionSet:
 class EncodedCommit:
     """One commit, cut by partition."""
 
-    __slots__ = ("_encoded", "_measured", "_records", "cut", "ends", "tails")
+    __slots__ = ("_encoded", "_ends", "_measured", "_records", "cut", "tails")
 
     def __init__(self, cut: kernel.CommitGroups, tails: list[PartitionTail]) -> None:
         self.cut, self.tails = cut, tails
-        self.ends = cut.ends()  # the last seqno of each partition
+        self._ends: dict[int, int] | None = None
         self._encoded: dict[SubscriptionSet, bytes] = {}
         self._measured: dict[SubscriptionSet, tuple[int, int]] = {}
         self._records: dict[int, list[bytes]] = {}
+
+    @property
+    def ends(self) -> dict[int, int]:
+        """The last seqno of each partition; made once, because streams in step do not need it."""
+        if self._ends is None:
+            self._ends = self.cut.ends()
+        return self._ends
 
     def records(self, wanted: KeysView[int]) -> Iterator[tuple[int, list[bytes]]]:
         """The records of these partitions, as far as they have any; made once."""
