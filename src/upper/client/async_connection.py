@@ -22,8 +22,10 @@ from upper.client.login import Login
 from upper.client.sockets import ConnectOptions, hung_up, late, lost, no_node, no_tls, prepare, reason_of
 from upper.client.url import NodeAddress
 from upper.errors import RemoteProtocolError, Unreachable, UpperError
+from upper.wire.codes import Opcode
 
 READ = GATHER  # bytes read from a stream at once; what goes into one record batch, at most
+STAT = int(Opcode.STAT)
 AHEAD = READ // 2  # bytes after which asyncio stops reading from a socket; it may hold twice as many
 
 
@@ -145,7 +147,7 @@ class PipelinedConnection(asyncio.Protocol):
                     raise RemoteProtocolError("the node sent a response without a request")
                 first = pending[0]
                 first.answers.append(answer)
-                if answer.final:
+                if answer.opcode != STAT or answer.final:
                     first.missing -= 1
                     if not first.missing:
                         pending.popleft()

@@ -11,6 +11,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -169,8 +170,9 @@ class AsyncBucket(BucketOperations):
                 result: object = None
                 try:
                     match effect:
-                        case SingleRequest(node, packet, purpose, most):
-                            within = min(deadline, clock() + most)
+                        case SingleRequest():
+                            node, packet, purpose, most = effect
+                            within = deadline if most == inf else min(deadline, clock() + most)
                             connection = self._opened((node, purpose))
                             if connection is None or not connection.writable:
                                 result = await self._exchange(effect.exchange, within)
@@ -243,10 +245,12 @@ class AsyncBucket(BucketOperations):
         opening = self._connections.get(which)
         if opening is None or not opening.done():
             return None
-        if opening.cancelled() or opening.exception() is not None or opening.result().closed:
-            del self._connections[which]
-            return None
-        return opening.result()
+        if not opening.cancelled() and opening.exception() is None:
+            connection = opening.result()
+            if not connection.closed:
+                return connection
+        del self._connections[which]
+        return None
 
     async def _open(self, which: tuple[NodeAddress, Purpose]) -> PipelinedConnection:
         """A new connection, which concurrent calls share."""

@@ -186,6 +186,8 @@ class Promoted:
 
 def require_number(name: str, value: object, bits: int) -> None:
     """Reject an argument that is not a whole number of `bits` bits, by its name."""
+    if type(value) is int and 0 <= value < 1 << bits:
+        return
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidArguments(f"{name} is a whole number, not {type(value).__name__}")
     if not 0 <= value < 1 << bits:
@@ -193,6 +195,8 @@ def require_number(name: str, value: object, bits: int) -> None:
 
 
 def as_bytes(text: Text) -> bytes:
+    if type(text) is bytes:
+        return text
     if isinstance(text, str):
         return text.encode()
     if isinstance(text, bytes | bytearray | memoryview):

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 MONTH = 30 * 86400  # seconds; nodes read a larger expiration as seconds since the epoch, as memcached does
+NO_OPTIONS = STORE.build(0, 0)  # of most writes
 NEVER_CREATE = 0xFFFFFFFF  # the expiration with which a counter that does not exist is not created
 
 _status = itemgetter(1)  # of an `Answer`
@@ -128,8 +129,11 @@ class Commands(NodeCommands):
     def _store(
         self, opcode: Opcode, key: Text, value: Text, expiry: int, flags: int, cas: int = 0
     ) -> Call[Stored]:
-        require_number("flags", flags, 32)
-        extras = STORE.build(flags, self._expiration(expiry))
+        if flags == 0 == expiry and type(flags) is type(expiry) is int:
+            extras = NO_OPTIONS
+        else:
+            require_number("flags", flags, 32)
+            extras = STORE.build(flags, self._expiration(expiry))
         again = opcode == Opcode.SET and not cas
         return self._stored(
             key,
@@ -140,7 +144,8 @@ class Commands(NodeCommands):
         if len(answer.extras) == TOKEN.size:
             branch, seqno = TOKEN.read(answer.extras)
             partition = self.routes.partition_of(as_key(key))
-            return Stored(Cas(answer.cas), BranchId(branch), Seqno(seqno), partition)
+            # As in `link`: one for each of very many.
+            return tuple.__new__(Stored, (Cas(answer.cas), BranchId(branch), Seqno(seqno), partition))
         return Stored(Cas(answer.cas))
 
     def set(self, key: Text, value: Text, *, expiry: int = 0, flags: int = 0, cas: int = 0) -> Call[Stored]:

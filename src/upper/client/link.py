@@ -24,6 +24,8 @@ class Purpose(Enum):
     TOKENS = "tokens"  # responses to writes carry branch and seqno, which lowers the throughput of a node
     LOGS = "logs"  # it is open for DCP, which sends failover logs on such connections alone
 
+    __hash__ = object.__hash__  # each member exists once; that of Enum hashes its name, for each request
+
 
 class Answer(NamedTuple):
     """The response of a node to one request."""

@@ -173,7 +173,7 @@ class RequestRouter:
                 if not got.opaque and not (got.status and _repeated(got.status, wait, again)):
                     if self.suspects:
                         self.suspects.discard(node)
-                    return _known(got)
+                    return _known(got) if got.status else got
                 got = Replies({node: [got]}, {})
             first = routes, got
         (answer,) = yield from self.spread(
