@@ -44,6 +44,7 @@ from tests.kernel.packets import (
     set_,
 )
 from upper.model.values import partition_of
+from upper.wire.session import STREAM_OPCODES
 
 LAST = (1 << 48) - 1
 
@@ -319,6 +320,13 @@ def test_a_request_for_the_handlers_stops_the_run_unchanged(kernel: ModuleType, 
     assert store.items == before
     assert not ran.waits
     assert not ran.pending
+
+
+@pytest.mark.parametrize("opcode", sorted(STREAM_OPCODES))
+def test_a_request_of_a_stream_stops_the_run(kernel: ModuleType, opcode: int) -> None:
+    """The node relies on it: it does not start a run at such a request."""
+    for request in (packet(opcode), packet(opcode, key=b"a"), packet(opcode, key=b"a", extras=bytes(8))):
+        assert Ran(kernel, packet(NOOP) + request, Store()).at == 24
 
 
 def test_the_last_seqno_is_left_for_others_to_refuse(kernel: ModuleType) -> None:

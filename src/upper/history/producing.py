@@ -206,6 +206,7 @@ SendEffect: TypeAlias = (
 )
 Effects: TypeAlias = tuple[SendEffect, ...]
 NOTHING: Final[Effects] = ()
+_START, _CLOSE = Start(), CloseSnapshot()
 
 
 # ── The machine ───────────────────────────────────────────────────────────────────────────────────
@@ -262,8 +263,8 @@ class ProducerStream:
         """The request was accepted."""
         self._move(SendCue.OPENED)
         if self.sent >= self.until:
-            return Start(), *self._finish(EndReason.OK)
-        return Start(), Take(self.sent)
+            return _START, *self._finish(EndReason.OK)
+        return _START, Take(self.sent)
 
     def taken(self, end: Seqno, *, durable: Seqno, purged: Seqno, cut_is_whole: bool = False) -> Effects:
         """The store's snapshot reaches to `end`, its high seqno.
@@ -346,10 +347,10 @@ class ProducerStream:
             return NOTHING  # it ended while its last chunks were on their way
         if self.phase is not Sending.SENDING:
             raise missing("a stream", self.phase, SendCue.MORE)
-        closes = opened and self._send().closes
+        closes = opened and not self._is_cut
         self.announced = max(self.announced, announced)
         self.sent = self._end
-        effects: Effects = (CloseSnapshot(),) if closes else NOTHING
+        effects: Effects = (_CLOSE,) if closes else NOTHING
         if self.exact and closes and self.announced < self.sent:
             self.announced = self.sent
             effects = (CloseSnapshot(self.sent),)
@@ -400,8 +401,13 @@ class ProducerStream:
 
     # ── Steps that several cues share ─────────────────────────────────────────────────────────────
 
+    @property
+    def _is_cut(self) -> bool:
+        """Whether the stream ends inside the snapshot that was taken."""
+        return self._end > self.until and not self._whole
+
     def _send(self) -> Send:
-        if self._end > self.until and not self._whole:
+        if self._is_cut:
             # Some versions at or before `until` may be gone: what is left is no consistent state.
             return Send(self.sent, self._end, self.until, closes=False)
         return Send(self.sent, self._end, self._end)

@@ -41,6 +41,9 @@ WINDOW_NEXT: Final[Mapping[tuple[WindowState, WindowCue], WindowState]] = {
 }
 
 
+_FULL = WindowState.FULL  # looking up a member of an enum takes a call
+
+
 class FlowWindow:
     """The producer's side."""
 
@@ -55,7 +58,7 @@ class FlowWindow:
 
     @property
     def full(self) -> bool:
-        return self.room is WindowState.FULL
+        return self.room is _FULL
 
     @property
     def left(self) -> int:

@@ -141,7 +141,10 @@ class BackfillSender(StreamOutput):
 
         A stream that has to wait for its pace lets those without one go first.
         """
-        first, wait, full = self._queue[0], 0.0, self._copies_wait
+        first, wait = self._queue[0], 0.0
+        if (pace := self._pace_of(first)) is None:
+            return first, None, wait
+        full = self._copies_wait
         for stream in self._queue:
             pace = self._pace_of(stream)
             if pace is None or not (wait := FULL if full else pace.wait()):
@@ -238,6 +241,8 @@ class BackfillSender(StreamOutput):
             return None
         stream.announced = Seqno(last)
         self._put(stream, data, items=items)
+        if last == changes.last:
+            self._finish_snapshot(stream, send)
         return len(data)
 
     def _finish_snapshot(self, stream: Subscription, send: Send) -> None:

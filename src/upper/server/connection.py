@@ -48,7 +48,7 @@ from upper.server.table import TABLE, Command, Quiet, Reply, Result
 from upper.wire.codes import Opcode, Status
 from upper.wire.frame_info import NO_OPTIONS, RequestOptions, options_of, plain
 from upper.wire.packet import ALTERNATIVE, HEADER_SIZE, Header, peek
-from upper.wire.session import error_answer, is_stream_packet
+from upper.wire.session import STREAM_OPCODES, error_answer, is_stream_packet
 
 if TYPE_CHECKING:
     from upper.server.node import Node
@@ -160,7 +160,8 @@ class Connection(AnsweringConnection):
                     self._interrupt()
                     break
                 crowded = node.room.crowded
-                if not crowded and (self._reads or self._writes):
+                streamed = at + 1 < size and data[at + 1] in STREAM_OPCODES  # which `run` leaves alone
+                if not crowded and not streamed and (self._reads or self._writes):
                     start = at
                     at, waiting, changed = kernel.run(
                         data,
@@ -197,6 +198,7 @@ class Connection(AnsweringConnection):
                 head = self._whole(data, at)
                 if head is None:
                     break
+                past = at + head.size
                 if crowded and self._has_large_answer(head, data, at):
                     self._wants_room = True
                     if not self._may_go_on():
@@ -204,24 +206,25 @@ class Connection(AnsweringConnection):
                 if head.magic == ALTERNATIVE:
                     # Some clients send options of a request this way although it was not agreed on in HELLO.
                     self._answer(out, waits, (data, first, at, routed) if clustered else None)
-                    self._with_options(head, data[at : at + head.size])
-                    out, waits, first, routed = bytearray(), False, at + head.size, self.routed
+                    self._with_options(head, data[at:past])
+                    out, waits, first, routed = bytearray(), False, past, self.routed
                 elif is_stream_packet(
                     head, None if self.stream_session is None else self.stream_session.dialect
                 ):
                     # Earlier requests are answered before the stream packet is processed.
-                    self._answer(out, waits, (data, first, at, routed) if clustered else None)
-                    out, waits, first = bytearray(), False, at
+                    if out or waits or self._changed:
+                        self._answer(out, waits, (data, first, at, routed) if clustered else None)
+                        out, waits = bytearray(), False
+                    first = at
                     if self._held and self._answers_in_order:
                         self._input.needed = 0  # processed when the held answers have left
                         break
-                    self._stream_packet(head, data[at : at + head.size])
-                    asked, first, routed = asked + 1, at + head.size, self.routed
+                    self._stream_packet(head, data[at:past])
+                    asked, first, routed = asked + 1, past, self.routed
                 else:
                     waits |= self._command(head, data, at, out)
                     end = at if self._running is not None else None  # that one is answered later
-                at += head.size
-                now = perf_counter()
+                at, now = past, perf_counter()
                 if self.phase is not _READING and self.phase not in WORKING:
                     self._input.needed = 0  # the rest is processed when this is done
                     break

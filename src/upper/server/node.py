@@ -328,12 +328,13 @@ class Node:
         """The partition, if it exists here and is in one of these states (in any, where none is given)."""
         if number < len(self.bucket.partitions):
             store = self.bucket.partitions[number]
-            if not states or store.state in states:
-                if states and store.state is State.ACTIVE and not store.serves:
+            state = store.state
+            if not states or state in states:
+                if states and state is State.ACTIVE and not store.serves:
                     assert self.replication is not None, "alone, an active copy is open"
                     raise self.replication.refusal(store)
                 return store
-            why = f"partition {number} is {store.state} here; refresh the map and use its active node"
+            why = f"partition {number} is {state} here; refresh the map and use its active node"
         else:
             why = f"there is no partition {number} here; the last is {len(self.bucket.partitions) - 1}"
         raise NotMyPartition(why, partition=number)

@@ -46,13 +46,15 @@ class StreamOutput(ABC):
 
     def _put(self, stream: Subscription, *pieces: bytes | memoryview, items: int = 0) -> None:
         """Bytes of a stream, in order, counted."""
-        size = sum(map(len, pieces))
+        size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
         stream.count(items, size)
         self.items += items
         self.bytes += size
-        self.window.sent(size)
+        if self.window.size:
+            self.window.sent(size)
+        if not self._out:
+            self._schedule()  # otherwise a flush is due already
         self._out += pieces
-        self._schedule()
 
     def flush(self) -> None:
         """Write what was put: large pieces as they are, small ones joined."""

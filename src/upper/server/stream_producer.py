@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Looking up a member of an enum takes a call, and these are compared often.
+_LIVE, _WAITING, _ENDED = Sending.LIVE, Sending.WAITING, Sending.ENDED
+
 
 class StreamProducer(BackfillSender):
     """The streams of one connection, and what leaves through it."""
@@ -280,17 +283,17 @@ class StreamProducer(BackfillSender):
     def _regroup(self, stream: Subscription, *, again: bool = False) -> None:
         """Put a stream among those in step, apart, or waiting for the disk, as its phase requires."""
         phase, partition = stream.machine.phase, stream.partition
-        waiting = phase is Sending.WAITING
+        waiting = phase is _WAITING
         if waiting:
             stream.tail.waiting[stream] = self
         else:
             stream.tail.waiting.pop(stream, None)
-        if phase is Sending.LIVE and stream.shares and stream.machine.sent == stream.tail.reached:
+        if phase is _LIVE and stream.shares and stream.machine.sent == stream.tail.reached:
             self._apart.pop(partition, None)
             self._step[partition] = stream
             self._sets = None
             stream.join_tail()
-        elif phase is Sending.LIVE:
+        elif phase is _LIVE:
             self._apart[partition] = stream
             if stream.machine.sent < stream.tail.reached:
                 # It missed a commit; the store has it.
@@ -310,7 +313,7 @@ class StreamProducer(BackfillSender):
             self.fanout.listeners.pop(self, None)
 
     def _regroup_unless_ended(self, stream: Subscription) -> None:
-        if stream.machine.phase is not Sending.ENDED:
+        if stream.machine.phase is not _ENDED:
             self._regroup(stream)
 
     # ── The end of things ─────────────────────────────────────────────────────────────────────────

@@ -47,11 +47,12 @@ from upper.model.messages import (
     StreamRequest,
     TapConnect,
 )
-from upper.model.values import NO_END, ZERO, Partition, Seqno, State
+from upper.model.values import NO_END, ZERO, Partition, Position, Seqno, State
 from upper.record.layout import ACKNOWLEDGED, MAX_KEY
 from upper.server.auth import Role
 from upper.server.controls import Controls
 from upper.server.dcp import DcpControls
+from upper.server.filters import EVERYTHING, Filter
 from upper.server.stream_producer import StreamProducer
 from upper.server.subscription import Subscription
 from upper.server.tap import TapStreamSession
@@ -99,6 +100,8 @@ class StreamSession(StreamProducer):
         self.tap: TapStreamSession | None = None
         self.dialect: Dialect | None = None  # known after the first stream packet
         self._barriers = 0
+        # The filter and the form of the stream that was opened last, and what they are made of.
+        self._last: tuple[tuple[object, ...], Filter, kernel.StreamForm | None] = ((), EVERYTHING, None)
         self._asked = 0.0  # when we last asked whether the peer is there
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
@@ -245,7 +248,7 @@ class StreamSession(StreamProducer):
                 self.respond(encoder.accepted(partition, opaque, versions, purged))
                 if self.controls.replica and 0 < request.start == self.fanout.tails[partition].limit:
                     self._complete(partition, opaque)
-                self._begin(store, request, resumes=position.settled().snapshot.start)
+                self._begin(store, request, at=position)
             case never:
                 assert_never(never)
 
@@ -277,11 +280,9 @@ class StreamSession(StreamProducer):
         self.window.sent(len(data))
         self.respond(data)
 
-    def _begin(self, store: PartitionStore, request: StreamRequest, *, resumes: Seqno) -> None:
-        chosen, encoder = self.controls.filter, self.encoder
-        flags = int(request.flags)
-        if flags & KEYS_ONLY:
-            chosen = chosen.with_keys_only()
+    def _begin(self, store: PartitionStore, request: StreamRequest, *, at: Position) -> None:
+        encoder, flags = self.encoder, int(request.flags)
+        chosen, form = self._filter_and_form(encoder, keys_only=bool(flags & KEYS_ONLY))
         machine = ProducerStream(
             request.start,
             high=Seqno(store.high),
@@ -300,10 +301,10 @@ class StreamSession(StreamProducer):
             opaque=request.opaque,
             encoder=encoder,
             chosen=chosen,
-            form=None if encoder.joined_form is None else self.fanout.form(chosen, dcp=encoder.joined_form),
+            form=form,
             flags=request.flags,
             name=request.name.decode(errors="replace") or self.controls.name,
-            resumes=resumes,
+            at=at,
         )
         self.node.counters.streams_opened += 1
         self.add(stream)
@@ -311,6 +312,21 @@ class StreamSession(StreamProducer):
             epoch = self.controls.epochs[store.id]
             # It holds what it acknowledges next: it may resume inside a snapshot, or ahead of its disk.
             self.node.replication.attached(store.id, self.controls.replica, epoch, ZERO)
+
+    def _filter_and_form(
+        self, encoder: StreamEncoder, *, keys_only: bool
+    ) -> tuple[Filter, kernel.StreamForm | None]:
+        """The streams of a connection rarely differ in these, so those of the last one are kept."""
+        made_of = (self.controls.filter, encoder, self.fanout, keys_only)
+        last, chosen, form = self._last
+        if last != made_of:
+            chosen, form = self.controls.filter, None
+            if keys_only:
+                chosen = chosen.with_keys_only()
+            if encoder.joined_form is not None:
+                form = self.fanout.form(chosen, dcp=encoder.joined_form)
+            self._last = made_of, chosen, form
+        return chosen, form
 
     def _stop(self, message: StopStream) -> None:
         if self.controls.stops_by_partition:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from upper.history.producing import ProducerStream, Send, Sending
 from upper.model.messages import StreamFlag
-from upper.model.values import NO_END, Seqno, Snapshot
+from upper.model.values import NO_END, Position, Seqno, Snapshot
 from upper.server.filters import Filter
 from upper.wire.stream_encoder import StreamEncoder
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from upper.server.fanout import PartitionTail
     from upper.storage import PartitionStore
     from upper.storage.changes import Changes
+
+
+_IN_STEP = Sending.IN_STEP  # looking up a member of an enum takes a call
 
 
 class Todo(Enum):
@@ -74,11 +77,11 @@ class Subscription:
         form: StreamForm | None,
         flags: StreamFlag,
         name: str,
-        resumes: Seqno | None = None,
+        at: Position | None = None,
     ) -> None:
         """`form`: of its changes in a commit, if the kernel has one for them.
 
-        `resumes`: the start of the snapshot that the consumer is inside.
+        `at`: the consumer's position, where a marker states the bounds of the snapshot around it.
         """
         self.store, self.tail, self.machine = store, tail, machine
         self.partition = store.id
@@ -86,7 +89,8 @@ class Subscription:
         self.slot = store.id << 32 | opaque
         self.form = form if machine.until == NO_END else None
         bounds = encoder.dialect.snapshot_bounds
-        self._resumes = resumes if bounds else None
+        # The start of the snapshot that the consumer is inside.
+        self._resumes = at.settled().snapshot.start if bounds and at is not None else None
         self._opening = b"" if bounds else encoder.snapshot_start(store.id, opaque)
         self.closing = encoder.snapshot_end(store.id, opaque)
         self.since = time.time()
@@ -119,7 +123,7 @@ class Subscription:
 
     @property
     def in_step(self) -> bool:
-        return self.machine.phase is Sending.IN_STEP
+        return self.machine.phase is _IN_STEP
 
     def join_tail(self) -> None:
         assert self.form is not None

@@ -20,6 +20,9 @@ from upper.storage.files import File
 if TYPE_CHECKING:
     from upper.storage.bucket import BucketStore
 
+# Looking up a member of an enum takes a call, and these are compared often.
+_ACTIVE, _READABLE = Ownership.ACTIVE, (Access.OPEN, Access.READ_ONLY)
+
 
 def fresh_branch() -> BranchId:
     """An id for a new branch: 48 random bits, which every JSON number can hold."""
@@ -74,7 +77,7 @@ class PartitionState(kernel.Table):
     @property
     def serves(self) -> bool:
         """Whether clients may read it here, and follow it."""
-        return self.ownership is Ownership.ACTIVE and self.access in (Access.OPEN, Access.READ_ONLY)
+        return self.ownership is _ACTIVE and self.access in _READABLE
 
     @property
     def log(self) -> FailoverLog:

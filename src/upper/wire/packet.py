@@ -217,13 +217,13 @@ class Layout:
         self.names = tuple(field.name for field in fields if field.name)
         self.attributes = tuple(field.name for field in fields if field.name and field.const is None)
         self._offsets: dict[str, tuple[int, int]] = {}
-        self._pads: list[tuple[int, int]] = []
+        self._pads: list[tuple[int, int, bytes]] = []
         offset = 0
         for field in fields:
             if field.name:
                 self._offsets[field.name] = (offset, offset + field.size)
             elif not field.ignored:
-                self._pads.append((offset, offset + field.size))
+                self._pads.append((offset, offset + field.size, bytes(field.size)))
             offset += field.size
         self._consts = {field.name: field.const for field in fields if field.const is not None}
         self._converted = tuple((field.name, field.codes) for field in fields if field.codes)
@@ -261,8 +261,8 @@ class Layout:
 
     def unpack(self, data: Bytes, at: int = 0, *, base: int = 0) -> dict[str, Any]:
         """The fields as messages have them. The caller has checked that all bytes are there."""
-        for begin, end in self._pads:
-            if any(data[at + begin : at + end]):
+        for begin, end, zeros in self._pads:
+            if data[at + begin : at + end] != zeros:
                 raise ReservedBits(f"{end - begin} reserved bytes must be zero here", at=base + at + begin)
         values: dict[str, Any] = self.numbers(data, at)
         for name, expected in self._consts.items():

@@ -21,6 +21,7 @@ from upper.wire.upr import UPR
 from upper.wire.upr0 import UPR0
 
 DIALECTS = {dialect.name: dialect for dialect in (KV, UPR, UPR0, TAP, DCP)}
+STREAM_OPCODES = frozenset({*range(0x40, 0x48), *range(0x50, 0x70)})  # of requests; UPR/0 also has 0x01
 SHARED = range(0x5C, 0x5F)  # NOOP, BUFFER_ACK and CONTROL: UPR and DCP have the same
 
 
@@ -68,7 +69,7 @@ def is_stream_packet(head: Header, dialect: Dialect | None) -> bool:
         return True
     if head.opcode == 0x01:
         return _is_upr0(head, dialect)
-    return 0x40 <= head.opcode < 0x48 or 0x50 <= head.opcode < 0x70
+    return head.opcode in STREAM_OPCODES
 
 
 def _is_upr0(head: Header, dialect: Dialect | None) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from itertools import groupby
+from struct import Struct
 
 from upper.model.messages import (
     EndReason,
@@ -25,7 +26,7 @@ from upper.model.messages import (
 )
 from upper.model.values import ZERO, Partition, Seqno, Snapshot, State, Version
 from upper.record.change import value_at
-from upper.record.layout import AT_BODY, AT_CAS, AT_OPAQUE, AT_PARTITION, HEADER_SIZE, U16, U32
+from upper.record.layout import AT_BODY, AT_CAS, AT_OPAQUE, AT_PARTITION, HEADER_SIZE, U32
 from upper.wire.codes import DcpForm
 from upper.wire.table import Dialect, Join
 
@@ -50,11 +51,13 @@ class StreamEncoder:
         self.joined_form: int | None = 0 if dialect.stored_records else None
         if dialect.shipped_records:
             self.joined_form = form or DcpForm.PLAIN
-        self._start = dialect.encode(StreamStart(partition=_ANY)) if dialect.rows.get(StreamStart) else b""
+        started = dialect.encode(StreamStart(partition=_ANY)) if dialect.rows.get(StreamStart) else b""
+        self.start = _Stamp(started)
         marked = SnapshotMarker(partition=_ANY, start=ZERO, end=ZERO)
-        self._opening = dialect.encode(marked) if SnapshotMarker in dialect.rows else b""
-        self._closing = dialect.encode(SnapshotEndMessage(partition=_ANY)) if dialect.snapshot_ends else b""
-        self._ends: dict[EndReason, bytes] = {}
+        self._opening = _Stamp(dialect.encode(marked) if SnapshotMarker in dialect.rows else b"")
+        closed = dialect.encode(SnapshotEndMessage(partition=_ANY)) if dialect.snapshot_ends else b""
+        self.snapshot_end = _Stamp(closed)
+        self._ends: dict[EndReason, _Stamp] = {}
 
     def records(self, records: Sequence[bytes], opaque: int) -> bytes:
         """Changes of one stream."""
@@ -80,30 +83,25 @@ class StreamEncoder:
     ) -> bytes:
         if not self.dialect.log_in_answer:
             versions = ()
-        packet = _accepted(self.dialect, partition, versions, purged)
-        return b"".join((packet[:AT_OPAQUE], U32.pack(opaque), packet[AT_CAS:]))
-
-    def start(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self._start, partition, opaque)
+        head, rest = _accepted(self.dialect, partition, versions, purged)
+        return head + U32.pack(opaque) + rest
 
     def snapshot_start(
         self, partition: int, opaque: int, bounds: Snapshot | None = None, *, disk: bool = False
     ) -> bytes:
         """`bounds` is required where the dialect's marker states them; `disk`: it is read from the store."""
-        packet = _stamped(self._opening, partition, opaque)
+        packet = self._opening(partition, opaque)
         if not self.dialect.snapshot_bounds:
             return packet
         assert bounds is not None, f"a snapshot marker of {self.dialect.name} states its bounds"
         extras = self.dialect.layout(SnapshotMarker)
         return packet[:HEADER_SIZE] + extras.build(bounds.start, bounds.end, DISK if disk else MEMORY)
 
-    def snapshot_end(self, partition: int, opaque: int) -> bytes:
-        return _stamped(self._closing, partition, opaque)
-
     def end(self, partition: Partition, opaque: int, reason: EndReason) -> bytes:
-        if (packet := self._ends.get(reason)) is None:
-            packet = self._ends[reason] = self.dialect.encode(StreamEnd(partition=_ANY, reason=reason))
-        return _stamped(packet, partition, opaque)
+        if (stamp := self._ends.get(reason)) is None:
+            packet = self.dialect.encode(StreamEnd(partition=_ANY, reason=reason))
+            stamp = self._ends[reason] = _Stamp(packet)
+        return stamp(partition, opaque)
 
     def flush(self, partition: Partition, opaque: int) -> bytes:
         return self.dialect.encode(FlushMessage(partition=partition, opaque=opaque))
@@ -125,14 +123,28 @@ def with_value(head: bytes, record: bytes) -> tuple[bytes, memoryview]:
 @lru_cache(maxsize=4096)
 def _accepted(
     dialect: Dialect, partition: Partition, versions: tuple[Version, ...], purged: Seqno | None
-) -> bytes:
-    """Histories rarely change, and a consumer that reconnects opens all its streams at once."""
-    return dialect.encode(StreamAccepted(opaque=0, partition=partition, versions=versions, purged=purged))
+) -> tuple[bytes, bytes]:
+    """The answer before and behind its opaque.
+
+    Histories rarely change, and a consumer that reconnects opens all its streams at once.
+    """
+    answer = StreamAccepted(opaque=0, partition=partition, versions=versions, purged=purged)
+    packet = dialect.encode(answer)
+    return packet[:AT_OPAQUE], packet[AT_CAS:]
 
 
-def _stamped(packet: bytes, partition: int, opaque: int) -> bytes:
+class _Stamp:
     """A message that is the same for every stream except for two fields of its header."""
-    if not packet:
-        return b""
-    stamp = (U16.pack(partition), packet[AT_BODY:AT_OPAQUE], U32.pack(opaque))
-    return b"".join((packet[:AT_PARTITION], *stamp, packet[AT_CAS:]))
+
+    __slots__ = ("_parts", "_struct")
+
+    def __init__(self, packet: bytes) -> None:
+        rest = len(packet) - AT_CAS
+        self._struct = Struct(f">{AT_PARTITION}sH{AT_OPAQUE - AT_BODY}sI{rest}s") if packet else None
+        self._parts = packet[:AT_PARTITION], packet[AT_BODY:AT_OPAQUE], packet[AT_CAS:]
+
+    def __call__(self, partition: int, opaque: int) -> bytes:
+        if self._struct is None:
+            return b""
+        head, body, rest = self._parts
+        return self._struct.pack(head, partition, body, opaque, rest)

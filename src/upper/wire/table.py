@@ -194,7 +194,9 @@ class Row:
             found["extras"] = bytes(packet[HEADER_SIZE:extras])
         elif head.extras_length:
             found = self._layouts[head.extras_length].unpack(packet, HEADER_SIZE, base=base)
-        counted = {part: found.pop(name) for name, part in self._counts if name in found}
+        counted: dict[str, int] = {}
+        if self._counts:
+            counted = {part: found.pop(name) for name, part in self._counts if name in found}
         at, end = extras, HEADER_SIZE + head.body
         if self.front:
             at = self._cut(at, counted[self.front], end - head.key_length, self.front, base)
@@ -210,7 +212,8 @@ class Row:
             raise BadLength(
                 f"{end - value_at} bytes of value in a {self.name}: it {self.value.wanted}", at=base + 8
             )
-        found |= self.value.read(bytes(packet[value_at:end]), at=base + value_at)
+        if self.value.names:
+            found |= self.value.read(bytes(packet[value_at:end]), at=base + value_at)
         if self.adapter:
             found = self.adapter.to_model(found, at=base)
         partition, cas, data_type, status = self._header
@@ -230,7 +233,9 @@ class Row:
             raise ReservedBits(f"a {self.name} has no data type; this byte must be zero", at=base + 5)
         if "opcode" in self._attributes:
             found["opcode"] = head.opcode
-        return cast(Message, self.message(**{**self.assumed, **found, **self.fixed}))
+        if self.assumed or self.fixed:
+            found = {**self.assumed, **found, **self.fixed}
+        return cast(Message, self.message(**found))
 
     def _cut(self, at: int, count: int, end: int, part: str, base: int) -> int:
         if at + count > end:
