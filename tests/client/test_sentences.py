@@ -90,7 +90,8 @@ def test_a_missing_or_wrong_login_gets_the_place_to_set_it(guarded: Node, report
     for verb, words in ALL.items():
         assert "//USER@" in reported(verb, f"upr://{place}", *words, code=4)
     for user in ("read:x", "stranger:p"):
-        assert "//USER@" in reported("get", f"upr://{user}@{place}", "a", code=4)
+        sentence = reported("get", f"upr://{user}@{place}", "a", code=4)
+        assert "check USER in USER@HOST:PORT of the URL" in sentence
     assert "--password-file" in reported("get", f"upr://read@{place}", "a", code=4)
 
 
