@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.apps.lake.derived_table import table_columns
-from upper.apps.typed.convert import RejectedRows, TypedRows, convert
+from upper.apps.typed.convert import RejectedRows, TypedRows
 from upper.apps.typed.definitions import ARROW, TypedTable, evolved, parse, widens
 from upper.apps.typed.infer import as_yaml, propose
 from upper.apps.typed.versions import VersionRows
@@ -53,10 +53,13 @@ def live(*items: tuple[bytes, bytes]) -> pa.Table:
 
 
 def column(kind: str, value: Any) -> tuple[Any, str | None]:
-    """What one member becomes in a column of a type, and why not."""
+    """What one member becomes in a column of a type, and why not. Bytes are JSON."""
     table = parse(f'tables: {{t: {{key: "*", columns: {{c: "{kind}"}}}}}}', where="types.yml")[0]
-    made, rejections = convert(table, live((b"k", json.dumps({"c": value}).encode())))
-    return made["c"][0].as_py(), rejections[0].reason if rejections else None
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    rows = live((b"k", b'{"c": ' + text + b"}"))
+    made, rejected = TypedRows(table)(rows), RejectedRows((table,))(rows)
+    assert len(made) + len(rejected) == 1
+    return (made["c"][0].as_py(), None) if len(made) else (None, rejected["reason"][0].as_py())
 
 
 def test_columns_come_from_the_key_and_from_paths_into_the_value() -> None:
@@ -95,6 +98,7 @@ def test_columns_come_from_the_key_and_from_paths_into_the_value() -> None:
         ("timestamp(s)", 1.5, datetime(1970, 1, 1, 0, 0, 1, 500_000, tzinfo=UTC)),
         ("timestamp(ms)", -1, datetime(1969, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)),
         ("json", {"a": [1, None]}, '{"a":[1,null]}'),
+        ("json", b'{"a": [0.12345678901234567890123, 1e400]}', '{"a":[0.12345678901234567890123,1E+400]}'),
         ("string", None, None),
     ],
 )
@@ -121,6 +125,9 @@ def test_values_that_fit_become_themselves(kind: str, value: Any, becomes: Any) 
         ("date", "2026-02-30", "is not a date such as"),
         ("timestamp", "yesterday", "is not a time such as"),
         ("timestamp(s)", 1e300, "is not a time of this calendar"),
+        ("int", b"1e400", "does not fit 32 bits"),
+        ("int", "\ud800", '"\\ud800" is not an integer'),
+        ("string", "half of it: \ud83d", '"half of it: \\ud83d" has an unpaired surrogate'),
     ],
 )
 def test_values_that_do_not_fit_are_rejected_with_the_reason(kind: str, value: Any, reason: str) -> None:
@@ -147,6 +154,51 @@ def test_a_value_is_in_its_table_or_in_rejected_never_in_both_and_never_in_neith
     assert {row["_key"]: (row["value"], row["column_name"]) for row in rejected} == bad
     assert {row["table_name"] for row in rejected} == {"orders"}
     assert all(row["reason"] for row in rejected)
+
+
+ODD = [
+    b"1e400", b"-1e400", b"1e9999999", b"-1e-9999999", b"1e99999999999999999999", b"9" * 5000, b"NaN",
+    b"-Infinity", b"0.1" + b"2" * 5000, b'"\\ud800"', b'{"\\udfff": 1e400}', b'"\\u0000"', b"\xff",
+    b"[" * 500 + b"]" * 500, b"[" * 960 + b"]" * 960, b'"9999-12-31T23:59:59-12:00"', b'"0001-01-01"',
+    b"253402300799.9999999",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", ["", ', d: "decimal(4,1)"', ", d: json"])
+@pytest.mark.parametrize("kind", [*ARROW, "decimal(4,2)", "decimal(38,10)"])
+def test_no_value_ends_the_work_however_odd_it_is(kind: str, beside: str) -> None:
+    text = (
+        f'tables: {{t: {{key: "k{{n}}", columns: {{c: "{kind}", n: {{part: n, type: "{kind}"}}{beside}}}}}}}'
+    )
+    table = orders(text)
+    values = [(b"k" + odd[:200], b'{"c": ' + odd + b"}") for odd in ODD]
+    made, rejected = TypedRows(table)(live(*values)), RejectedRows((table,))(live(*values))
+    assert sorted([*made["_seqno"].to_pylist(), *rejected["_seqno"].to_pylist()]) == [*range(1, len(ODD) + 1)]
+    if kind == "json":
+        for cell in made["c"].to_pylist():
+            json.loads(cell, parse_constant=pytest.fail)
+    propose(values)
+
+
+def test_a_proposal_names_members_as_they_are_whatever_characters_they_have() -> None:
+    names = [
+        "\ud800",
+        "\x7f",
+        "\x85",
+        "\u2028",
+        "\ufeff",
+        "\ufffe",
+        "\x00",
+        "a\nb",
+        "\U0001f600",
+        "\U0001ffff",
+        '"',
+    ]
+    for name in names:
+        ((table, seen),) = propose([(b"o:1", json.dumps({name: 1e300}).encode())])
+        text = as_yaml([(table, seen)])
+        assert parse(text.encode().decode(), where="a proposal") == [table]
+        assert table.columns[-1].path == (name,)
 
 
 @pytest.mark.parametrize(

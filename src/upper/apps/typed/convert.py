@@ -1,8 +1,11 @@
 """From keys and values to the columns of typed tables. No lossy conversion: a value fits exactly, or not.
 
 JSON has one kind of number, so 3.0 is an integer, and 3.5 is not. A value that does not fit is not in the
-table; `rejected` has it, with the column and the reason. Numbers of a table with a decimal column are read
-as decimals, so that no digit is lost on the way.
+table; `rejected` has it, with the column and the reason. Numbers of a table with a column of decimals or of
+JSON are read as decimals, so that no digit is lost on the way.
+
+No value ends the work, however odd it is: JSON has numbers that Python has not (1e400), or takes minutes to
+write out (1e9999999), half a character of UTF-16 ("\\ud800"), and any depth.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from upper.apps.lake.derived_table import KEY, PARTITION
 from upper.apps.typed.definitions import DECIMAL, TypedColumn, TypedTable
 
 EPOCH_UNITS = {"timestamp(s)": 1, "timestamp(ms)": 1_000}  # units in a second
+LAST_SECOND = 253_402_300_800  # since 1970, of the year 9999; the calendar begins later before 1970
 WIDEST = 1 << 53  # up to here every integer is a double
 
 
@@ -66,8 +70,8 @@ def convert(table: TypedTable, rows: pa.Table) -> tuple[pa.Table, list[Rejection
 
 
 def _documents(table: TypedTable, values: Sequence[bytes | None]) -> tuple[list[Any], dict[int, Rejection]]:
-    exact = any(DECIMAL.fullmatch(column.kind) for column in table.columns)
-    decode = json.JSONDecoder(parse_float=Decimal if exact else float, parse_constant=_no_number).decode
+    exact = any(DECIMAL.fullmatch(column.kind) or column.kind == "json" for column in table.columns)
+    decode = decoder(exact=exact)
     needed = any(column.path for column in table.columns)
     documents: list[Any] = []
     rejections: dict[int, Rejection] = {}
@@ -76,13 +80,19 @@ def _documents(table: TypedTable, values: Sequence[bytes | None]) -> tuple[list[
         if needed:
             try:
                 document = decode((value or b"").decode())
-            except (ValueError, RecursionError) as error:
-                rejections[row] = Rejection(row, None, f"the value is not JSON: {error}")
+            except (ValueError, RecursionError, InvalidOperation) as error:
+                reason = "a number has too many digits" if isinstance(error, InvalidOperation) else error
+                rejections[row] = Rejection(row, None, f"the value is not JSON: {reason}")
             else:
                 if not isinstance(document, (dict, list)):
                     rejections[row] = Rejection(row, None, "the value is not a JSON object")
         documents.append(document)
     return documents, rejections
+
+
+def decoder(*, exact: bool = False) -> Callable[[str], Any]:
+    """Reads JSON; NaN and Infinity are none. `exact`: numbers with a point or an exponent are decimals."""
+    return json.JSONDecoder(parse_float=Decimal if exact else float, parse_constant=_no_number).decode
 
 
 def _no_number(text: str) -> NoReturn:
@@ -136,8 +146,12 @@ def _column(
 
 def shown(value: Any) -> str:
     """A value in a reason, not longer than a line."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except RecursionError:
+        text = "a value of many levels"
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text.encode(errors="backslashreplace").decode()  # an unpaired surrogate is no text
 
 
 def _boolean(value: Any) -> bool:
@@ -150,10 +164,12 @@ def _integer(bits: int) -> Callable[[Any], int]:
     limit = 1 << (bits - 1)
 
     def take(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)) or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
             raise Misfit(f"{shown(value)} is not an integer")
-        if not -limit <= value < limit:
+        if not -limit <= value < limit:  # first: the integer of 1e9999999 has as many digits
             raise Misfit(f"{shown(value)} does not fit {bits} bits")
+        if value != int(value):
+            raise Misfit(f"{shown(value)} is not an integer")
         return int(value)
 
     return take
@@ -188,7 +204,7 @@ def _decimal(kind: str) -> Callable[[Any], Decimal]:
             raise Misfit(f"{shown(value)} is not a number")
         try:
             number = Decimal(value)
-            if number.is_finite() and abs(number) < limit:
+            if number.is_finite() and -limit < number < limit:
                 fitting = number.quantize(unit, context=exactly)
                 if fitting == number:
                     return fitting
@@ -210,13 +226,20 @@ def _string(value: Any) -> str:
 
 
 def _json(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_digits)
-    return _string(text)
+    try:
+        return _string(_text(value))
+    except RecursionError:
+        raise Misfit(f"{shown(value)} has too many levels") from None
 
 
-def _digits(value: object) -> float:
-    """A decimal inside a document, which JSON's writer does not support."""
-    return float(str(value))
+def _text(value: Any) -> str:
+    """A value as JSON, its numbers with all their digits."""
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except TypeError:  # it has a decimal, which JSON's own writer does not support
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{_text(name)}:{_text(member)}" for name, member in value.items()) + "}"
+        return "[" + ",".join(map(_text, value)) + "]" if isinstance(value, list) else str(value)
 
 
 def _date(value: Any) -> date:
@@ -241,10 +264,13 @@ def _timestamp(value: Any) -> datetime:
 
 def _epoch(kind: str) -> Callable[[Any], datetime]:
     per_second = EPOCH_UNITS[kind]
+    limit = LAST_SECOND * per_second
 
     def take(value: Any) -> datetime:
         if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
             raise Misfit(f"{shown(value)} is not a number of time units since 1970")
+        if not -limit < value < limit:
+            raise Misfit(f"{shown(value)} is not a time of this calendar")
         seconds, micros = divmod(int(Decimal(value) * 1_000_000 / per_second), 1_000_000)
         try:
             return datetime.fromtimestamp(seconds, UTC).replace(microsecond=micros)
@@ -271,7 +297,7 @@ def _from_text(kind: str) -> Callable[[bytes], Any]:
     """A part of a key: text, which a number or a boolean has to be read from."""
     take = CONVERTERS.get(kind) or _decimal(kind)
     texts = kind in ("string", "date", "timestamp") or DECIMAL.fullmatch(kind) is not None
-    decode = json.JSONDecoder(parse_constant=_no_number).decode
+    decode = decoder(exact=True)
 
     def read(part: bytes) -> Any:
         try:
@@ -279,7 +305,7 @@ def _from_text(kind: str) -> Callable[[bytes], Any]:
             return take(text if texts else decode(text))
         except Misfit:
             raise
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError, InvalidOperation):
             raise Misfit(f"the part {part!r} of the key is not of the type {kind}") from None
 
     return read

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from upper.apps.typed.convert import CONVERTERS, Misfit
+from upper.apps.typed.convert import CONVERTERS, Misfit, decoder
 from upper.apps.typed.definitions import HISTORY, REJECTED, TypedColumn, TypedTable, reserved, unusable
 from upper.apps.views.definitions import NAME, RELATIONS
 
@@ -74,12 +74,13 @@ def _takes(kind: str, value: Any) -> bool:
 def propose(items: Iterable[tuple[bytes, bytes]]) -> list[tuple[TypedTable, SeenKeys]]:
     """Tables for keys and values. Keys whose values are not JSON objects get no table."""
     groups: dict[bytes, SeenKeys] = {}
+    decode = decoder()
     for key, value in items:
         found = SEPARATOR.search(key)
         prefix = key[: found.end()] if found is not None and 0 < found.end() < len(key) else b""
         seen = groups.setdefault(prefix, SeenKeys(prefix))
         try:
-            document = json.loads(value.decode())
+            document = decode(value.decode())
             prefix.decode()
         except (ValueError, RecursionError):
             continue
@@ -153,7 +154,7 @@ def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
     import yaml
 
     def named(name: str) -> str:
-        return name if yaml.safe_load(name) == name else json.dumps(name)  # `on` is a boolean in YAML
+        return name if yaml.safe_load(name) == name else _quoted(name)  # `on` is a boolean in YAML
 
     lines = [
         "# A proposal from the data of the lake: read it, change it, then: upper sync URL LAKE --types FILE",
@@ -161,17 +162,28 @@ def as_yaml(proposed: Iterable[tuple[TypedTable, SeenKeys]]) -> str:
     ]
     for table, seen in proposed:
         lines += [f"  {named(table.name)}:  # from {seen.documents:,} JSON objects"]
-        lines += [f"    key: {json.dumps(table.key, ensure_ascii=False)}", "    columns:"]
+        lines += [f"    key: {_quoted(table.key)}", "    columns:"]
         for column in table.columns:
             if column.part:
                 written = f"{{part: {column.part}, type: {column.kind}}}"
             elif column.path == (column.name,):
                 written = column.kind
             else:
-                path = json.dumps(list(column.path), ensure_ascii=False)
-                written = f"{{path: {path}, type: {column.kind}}}"
+                path = ", ".join(map(_quoted, column.path))
+                written = f"{{path: [{path}], type: {column.kind}}}"
             member = seen.members.get(column.path)
             if member is not None and (odd := member.misfits(column.kind)):
                 written += f"  # {odd:,} of {member.seen:,} values do not fit and would be in `rejected`"
             lines.append(f"      {named(column.name)}: {written}")
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A text in the quotes of YAML. What YAML does not take as it is has an escape: controls, surrogates."""
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(each if each.isprintable() else _escape(each) for each in quoted)
+
+
+def _escape(character: str) -> str:
+    number = ord(character)
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
