@@ -17,12 +17,12 @@ import upper
 from tests.client.several import Several
 from tests.server.inside import Held
 from upper.client.bucket import Bucket
-from upper.client.calls import Exchange, Replies, SingleRequest
+from upper.client.calls import Exchange, Replies, SingleRequest, Wait
 from upper.client.link import Answer
 from upper.client.routes import Routes
 from upper.client.routing import RequestRouter
 from upper.client.url import NodeAddress, address_of
-from upper.errors import NotMyPartition, RemoteProtocolError, Unreachable
+from upper.errors import NotMyPartition, RemoteProtocolError, TimedOut, Unreachable
 from upper.wire.codes import Opcode, Status
 from upper.wire.packet import REQUEST, pack
 
@@ -296,6 +296,21 @@ def test_a_change_whose_node_lost_the_partition_is_repeated_only_if_the_effect_i
                 with pytest.raises(Unreachable, match="it is not known whether") as error:
                     call.send(reply)
                 assert error.value.sent
+
+
+def test_a_last_attempt_that_the_deadline_cuts_short_does_not_hide_why_the_others_failed() -> None:
+    address = address_of("upr://a/default")
+    (node,) = address.nodes
+    refused, late = Unreachable("a:11210 cannot be reached (Connection refused)"), TimedOut("not in time")
+    call = RequestRouter(address, random=lambda: 0.5).patient_learn()
+    assert isinstance(next(call), Exchange)
+    for failure in (refused, late):
+        assert isinstance(call.send(Replies({node: []}, {node: failure})), Wait)
+        if failure is refused:
+            assert isinstance(call.send(None), Exchange)
+    with pytest.raises(Unreachable) as error:
+        call.throw(TimedOut("the call exceeded its timeout"))
+    assert error.value is refused
 
 
 def test_a_call_that_finds_no_active_copy_names_the_partition_at_its_deadline(cluster: Several) -> None:

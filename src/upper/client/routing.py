@@ -141,14 +141,17 @@ class RequestRouter:
     def patient_learn(self) -> Call[Routes]:
         """Request the map until a node answers or the driver's deadline ends the call."""
         backoff = Backoff(self._backoff, self._random)
+        reason: Unreachable | None = None
         while True:
             try:
                 return (yield from self.learn())
             except Unreachable as error:
-                try:
-                    yield Wait(backoff.next())
-                except TimedOut:
-                    raise error from None
+                # An attempt that the deadline cut short has no reason of its own.
+                reason = error if reason is None or not isinstance(error, TimedOut) else reason
+            try:
+                yield Wait(backoff.next())
+            except TimedOut:
+                raise reason from None
 
     def ready(self) -> Call[Routes]:
         """The present map, requested if there is none."""
