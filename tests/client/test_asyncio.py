@@ -17,6 +17,7 @@ import uvloop
 import upper
 import upper.aio
 from tests.nodes import Node
+from upper.client.async_connection import open_pipelined
 from upper.client.bucket import Bucket
 from upper.client.feed import Feed as BlockingFeed
 from upper.client.sockets import SILENCE
@@ -312,6 +313,53 @@ def test_a_closed_bucket_raises_instead_of_reconnecting(shared_node: Node) -> No
             pass
         with pytest.raises(BucketClosed, match="connect again"):
             await it.get("a")
+
+    asyncio.run(main())
+
+
+class HangingOnce:
+    """Opens connections, but the first one is never accepted."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def __call__(self, *args: Any, **more: Any) -> Any:
+        if not self.asked.is_set():
+            self.asked.set()
+            await asyncio.Event().wait()
+        return await open_pipelined(*args, **more)
+
+
+def test_a_call_that_gives_up_a_connection_does_not_cancel_the_others(
+    shared_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url) as it:
+            await it.set("a", "1")
+        async with upper.aio.connect(shared_node.url, timeout=60) as it:
+            opening = HangingOnce()
+            monkeypatch.setattr("upper.client.asynchronous.open_pipelined", opening)
+            patient = asyncio.create_task(it.set("a", "2"))  # it opens the connection for writes
+            await opening.asked.wait()
+            it.timeout = 0.05
+            with pytest.raises(TimedOut):
+                await it.set("a", "1")
+            assert (await patient).seqno is not None
+
+    asyncio.run(main())
+
+
+def test_closing_a_bucket_ends_calls_that_wait_for_a_connection(
+    shared_node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with upper.aio.connect(shared_node.url, timeout=60) as it:
+            opening = HangingOnce()
+            monkeypatch.setattr("upper.client.asynchronous.open_pipelined", opening)
+            waiting = asyncio.create_task(it.set("a", "2"))
+            await opening.asked.wait()
+        with pytest.raises(BucketClosed, match="connect again"):
+            await waiting
 
     asyncio.run(main())
 

@@ -19,6 +19,7 @@ from upper.client.calls import Copy
 from upper.client.commands import portions
 from upper.client.copies import MAX_IN_FLIGHT, MAX_REQUESTS
 from upper.errors import (
+    BucketClosed,
     InvalidArguments,
     KeyExists,
     KeyNotFound,
@@ -222,6 +223,39 @@ def test_an_answer_that_comes_after_ctrl_c_reaches_no_other_call(node: Node) -> 
             os.kill(node.pid, signal.SIGCONT)
         thread.join(30)
         assert found == [b"of b"]
+
+
+def test_a_bucket_closed_during_a_call_leaves_its_socket_to_the_call(node: Node) -> None:
+    """A number of a file that is free too early is that of the next file, and the call would read from it."""
+    outcome: list[upper.UpperError] = []
+    bucket = upper.connect(node.url, timeout=30)
+    bucket.set("a", "1")
+    bucket.get("a")
+
+    def call() -> None:
+        with pytest.raises(upper.UpperError) as error:
+            bucket.get("a")
+        outcome.append(error.value)
+
+    os.kill(node.pid, signal.SIGSTOP)
+    thread = threading.Thread(target=call)
+    pairs: list[tuple[socket.socket, socket.socket]] = []
+    try:
+        thread.start()
+        thread.join(0.2)  # it waits for the answer by then; before or after, the outcome is the same
+        bucket.close()
+        pairs = [socket.socketpair() for _ in range(4)]
+        for one, other in pairs:
+            one.sendall(b"of others")
+            other.sendall(b"of others")
+    finally:
+        os.kill(node.pid, signal.SIGCONT)
+    thread.join()
+    assert [type(error) for error in outcome] == [BucketClosed]
+    for each in (one for pair in pairs for one in pair):
+        each.setblocking(False)
+        assert each.recv(100) == b"of others"
+        each.close()
 
 
 def test_a_closed_port_is_reported_at_once() -> None:

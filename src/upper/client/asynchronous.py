@@ -27,9 +27,9 @@ from upper.client.operations import BucketOperations
 from upper.client.plan import ChangesOptions, ChangesRequest, Plan, plan
 from upper.client.reader import Decoder, EventDecoder
 from upper.client.scan import KeyScan, groups, scan_dialect
-from upper.client.sockets import NOT_CONNECTED, ConnectOptions, connect_by, tls_context
+from upper.client.sockets import NOT_CONNECTED, ConnectOptions, closed, connect_by, tls_context
 from upper.client.url import Address, NodeAddress, Secret, address_of
-from upper.errors import BucketClosed, TimedOut, Unreachable, UpperError
+from upper.errors import TimedOut, Unreachable, UpperError
 
 if TYPE_CHECKING:
     import pyarrow
@@ -161,7 +161,7 @@ class AsyncBucket(BucketOperations):
     async def _run(self, call: Call[T], timeout: float = 0.0) -> T:
         """Perform a call: exchange its packets, wait its waits, and end it at the deadline."""
         if self._closed:
-            raise BucketClosed("this bucket is closed; connect again")
+            raise closed()
         clock = asyncio.get_running_loop().time
         deadline = clock() + (timeout or self.timeout)
         try:
@@ -253,19 +253,28 @@ class AsyncBucket(BucketOperations):
         return None
 
     async def _open(self, which: tuple[NodeAddress, Purpose]) -> PipelinedConnection:
-        """A new connection, which concurrent calls share."""
+        """A new connection, which concurrent calls share.
+
+        Another call may give it up, because its own time is over: this one then opens the next.
+        """
         node, purpose = which
-        opening = self._connections.get(which)
-        if opening is None:
-            opening = self._connections[which] = asyncio.create_task(
-                open_pipelined(self.access, node, purpose=purpose), name=f"open-{node}"
-            )
-        try:
-            return await asyncio.shield(opening)
-        except UpperError:
-            if self._connections.get(which) is opening:
-                del self._connections[which]
-            raise
+        while not self._closed:
+            opening = self._connections.get(which)
+            if opening is None:
+                opening = self._connections[which] = asyncio.create_task(
+                    open_pipelined(self.access, node, purpose=purpose), name=f"open-{node}"
+                )
+            try:
+                return await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not opening.cancelled() or (task is not None and task.cancelling()):
+                    raise  # it is this call that was cancelled
+            except UpperError:
+                if self._connections.get(which) is opening:
+                    del self._connections[which]
+                raise
+        raise closed()
 
     def _drop(self, which: tuple[NodeAddress, Purpose], error: UpperError) -> None:
         opening = self._connections.pop(which, None)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 from upper.client.calls import Call, Exchange, Item, NewDeadline, SingleRequest, Text, Wait
 from upper.client.commands import portions
 from upper.client.operations import BucketOperations
-from upper.client.sockets import ConnectionPool, ConnectOptions, Outcome, tls_context
+from upper.client.sockets import ConnectionPool, ConnectOptions, Outcome, closed, tls_context
 from upper.client.url import Address, Secret, address_of
-from upper.errors import BucketClosed, TimedOut, UpperError
+from upper.errors import TimedOut, UpperError
 from upper.kernel import Caller
 
 if TYPE_CHECKING:
@@ -87,9 +87,20 @@ class Bucket(BucketOperations):
         self.close()
 
     def close(self) -> None:
-        """Close the connections. Later calls raise BucketClosed; feeds are closed by their own `close`."""
+        """Close the connections. Later calls raise BucketClosed; feeds are closed by their own `close`.
+
+        A call of another thread that is under way fails.
+        """
         self._closed = True
-        self._connections.close()
+        self._caller.forget()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connections.close()
+            finally:
+                self._lock.release()
+        else:
+            # Not waited for: this may be a signal handler of the thread that is in the call.
+            self._connections.hang_up()
 
     # ── Changes ───────────────────────────────────────────────────────────────────────────────────
 
@@ -179,7 +190,7 @@ class Bucket(BucketOperations):
         since: such calls can be repeated.
         """
         if self._closed:
-            raise BucketClosed("this bucket is closed; connect again")
+            raise closed()
         deadline = time.monotonic() + (timeout or self.timeout)
         try:
             effect = next(call)

@@ -12,6 +12,7 @@ import socket
 import ssl
 import time
 from base64 import b64encode
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +24,7 @@ from upper.client.routes import Routes
 from upper.client.url import Address, NodeAddress
 from upper.errors import (
     BadUrl,
+    BucketClosed,
     Busy,
     RemoteProtocolError,
     TemporaryFailure,
@@ -275,6 +277,7 @@ class ConnectionPool:
         self._access = access
         self._connections: dict[tuple[NodeAddress, Purpose], NodeConnection] = {}
         self._owner = os.getpid()
+        self._closed = False
 
     def ask(self, request: SingleRequest, deadline: float) -> Answer | Replies:
         """Send one request and return the response; in anything unusual, what `exchange` returns."""
@@ -364,8 +367,20 @@ class ConnectionPool:
         return _replies(work, failures)
 
     def close(self) -> None:
+        """Close the connections, while no call uses one."""
+        self._closed = True
         for connection in list(self._connections.values()):
             self.abandon(connection)
+
+    def hang_up(self) -> None:
+        """End the connections while a call of another thread uses one, which then fails.
+
+        It closes the sockets: a number that is free before it has noticed would be that of another file.
+        """
+        self._closed = True
+        for connection in list(self._connections.values()):
+            with suppress(OSError):
+                socket.socket.shutdown(connection.socket, socket.SHUT_RDWR)
 
     def _pump(self, work: list[_Requests], deadline: float) -> None:
         """Send and receive what is left, until the deadline."""
@@ -382,6 +397,9 @@ class ConnectionPool:
                 pending[number].step()
 
     def _connection(self, node: NodeAddress, purpose: Purpose, deadline: float) -> NodeConnection:
+        if self._closed:
+            self.close()
+            raise closed()
         connection = self._connections.get((node, purpose))
         if connection is not None and connection.stale():
             self.abandon(connection)
@@ -402,6 +420,11 @@ def connect_by(deadline: float) -> float:
     """When a connection must be open: half of the time is left for the response, or for another node."""
     now = time.monotonic()
     return now + max(0.0, deadline - now) / 2
+
+
+def closed() -> BucketClosed:
+    """A call on a bucket that was closed."""
+    return BucketClosed("this bucket is closed; connect again")
 
 
 def lost(why: object) -> Unreachable:
