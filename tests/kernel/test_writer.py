@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.kernel.packets import change, changes
 from upper.kernel import Log, Writer, plain
-from upper.storage.frames import frame, open_frame
+from upper.storage.frames import SECTOR, frame, journal_frame, open_frame
 
 compiled = pytest.importorskip(
     "upper.kernel._compiled", reason="the compiled kernel was not built here; `make kernel` shows why"
@@ -25,6 +25,7 @@ compiled = pytest.importorskip(
 
 RECORD = change(b"key", b"value")
 LARGE = [change(b"large", bytes([size % 251]) * size) for size in (8191, 8192, 8193, 100_000)]
+ZEROS = [change(b"zeros", b"0" * (size % 7) + bytes(size)) for size in (1, 500, 513, 2000, 9000)]
 
 
 def log(*records: bytes) -> Log:
@@ -69,19 +70,20 @@ def test_without_a_compiler_there_is_none() -> None:
 
 
 @given(
-    st.lists(changes() | st.sampled_from(LARGE), max_size=40),
+    st.lists(changes() | st.sampled_from(LARGE + ZEROS), max_size=40),
+    st.integers(0, 2**48 - 1),
     st.integers(0, 2**64 - 1),
-    st.integers(0, 2**64 - 1),
+    st.integers(0, 2 * SECTOR),
 )
 def test_it_writes_the_frame_that_readers_expect(
-    tmp_path_factory: pytest.TempPathFactory, batch: list[bytes], number: int, clock: int
+    tmp_path_factory: pytest.TempPathFactory, batch: list[bytes], number: int, clock: int, at: int
 ) -> None:
     path = tmp_path_factory.mktemp("writer") / "log"
-    expected = frame(number, clock, b"".join(batch))
+    expected = journal_frame(number, clock, b"".join(batch), at)
     writer: Writer = compiled.writer()
     with opened(path) as fd:
         for _ in range(2):
-            assert writer.begin(fd, open_frame(number, clock), log(*batch)) == len(expected)
+            assert writer.begin(fd, open_frame(number, clock), log(*batch), at=at) == len(expected)
             writer.finish()
     writer.close()
     assert path.read_bytes() == expected * 2

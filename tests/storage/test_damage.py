@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.storage.conftest import Open, contents, fill, flip
 from upper.errors import Corrupt, DirectoryInUse, StorageError, WrongVersion
 from upper.storage import BucketStore, StorageSettings
 from upper.storage.check import check, repair
-from upper.storage.frames import SECTOR, FrameReader
+from upper.storage.frames import SECTOR, Ending, Frame, FrameReader
 
 pytestmark = pytest.mark.usefixtures("either_kernel")
 
@@ -157,6 +158,56 @@ def test_a_batch_that_lacks_a_sector_was_never_acknowledged(opened: Open, direct
     fill(again)
     before = contents(again)
     assert contents(opened()) == before
+
+
+VALUES = {"text": b"v" * 700, "zeros": bytes(1600), "zeros at the end": b"v" * 700 + bytes(600)}
+
+
+def last_batch(opened: Open, directory: Path, value: bytes) -> tuple[bytes, Frame]:
+    """The last segment of a node that was killed, and its last batch, which has this value."""
+    bucket = opened(StorageSettings(compact=False))
+    fill(bucket)
+    bucket.partitions[0].write(b"key", value)
+    bucket.partitions[1].write(b"other", value)
+    bucket.commit()
+    abandon(bucket)
+    data = max((directory / "journal").iterdir()).read_bytes()
+    *_, frame = FrameReader(data)
+    assert frame.end + 60_000 < len(data), "there are zeros ahead"
+    return data, frame
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_no_flipped_bit_makes_a_complete_batch_incomplete(opened: Open, directory: Path, value: str) -> None:
+    data, frame = last_batch(opened, directory, VALUES[value])
+    sizes = (frame.end, frame.end + 100, len(data))  # with zeros ahead and without
+    for at in range(frame.at, frame.end):
+        for bit in range(8) if at < frame.start else (at % 8,):
+            changed = bytearray(data)
+            changed[at] ^= 1 << bit
+            for size in sizes:
+                reader = FrameReader(bytes(changed[:size]), frame.at)
+                assert list(reader) == []
+                assert reader.ending is Ending.BROKEN, (at - frame.at, bit, size)
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_batch_with_zeros_that_lacks_a_sector_was_never_acknowledged(
+    opened: Open, directory: Path, value: str
+) -> None:
+    data, frame = last_batch(opened, directory, VALUES[value])
+    edges = [frame.at, *range(frame.at - frame.at % SECTOR + SECTOR, frame.end, SECTOR), frame.end]
+    for start, end in itertools.pairwise(edges):
+        if not any(data[start:end]):
+            continue
+        torn = data[:start] + bytes(end - start) + data[end:]
+        reader = FrameReader(torn, frame.at)
+        assert list(reader) == []
+        assert reader.ending is Ending.SHORT, (start, end)
+    for size in range(frame.at + 1, frame.end):
+        reader = FrameReader(data[:size], frame.at)
+        assert list(reader) == []
+        assert reader.ending is Ending.SHORT, size
 
 
 @pytest.mark.parametrize("cut", [1, 20, 33, 60])

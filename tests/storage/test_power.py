@@ -181,7 +181,8 @@ def live(
                     if chance.random() < 0.2 and store.read(key) is not None:
                         store.delete(key)
                     else:
-                        store.write(key, b"%d" % chance.randrange(1000) * chance.randint(1, 40))
+                        value = bytes(chance.randint(1, 1500)) if chance.random() < 0.1 else b""
+                        store.write(key, b"%d" % chance.randrange(1000) * chance.randint(1, 40) + value)
         reported[1:] = [contents(bucket)]
         bucket.commit()
         reported[:] = [contents(bucket)]

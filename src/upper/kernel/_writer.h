@@ -25,6 +25,7 @@ typedef struct {
     uint8_t head[32];
     size_t size; /* of the frame with every record in its place */
     size_t zeros; /* bytes of them to be written behind it */
+    size_t at;    /* offset of the frame in its file */
     uint8_t *buffer;
     size_t room; /* in the buffer */
 } upper_writer;
@@ -39,6 +40,18 @@ static void upper_write_zeros(int fd, size_t size) {
         if (n < 0 && errno != EINTR) return;
         if (n > 0) at += n, size -= (size_t)n;
     }
+}
+
+/* How many sectors of the frame are zeros, at most as many as can be stored; see storage/frames.py. */
+static uint32_t upper_zero_sectors(const uint8_t *frame, size_t size, size_t file_offset) {
+    static const uint8_t zeros[512];
+    uint32_t count = 0;
+    for (size_t at = 0, edge; at < size; at = edge) {
+        edge = at + sizeof zeros - (file_offset + at) % sizeof zeros;
+        if (edge > size) edge = size;
+        count += !frame[at] && !memcmp(frame + at, zeros, edge - at);
+    }
+    return count > 0xffff ? 0xffff : count;
 }
 
 /* Copy the frame and its large records into the buffer. */
@@ -67,6 +80,7 @@ static int upper_write_batch(upper_writer *w) {
         frame = w->buffer;
     }
     memcpy(frame, w->head, sizeof w->head);
+    put16(frame + 8, upper_zero_sectors(frame, w->size, w->at)); /* the highest bytes of its number */
     put32(frame + 4, crc_of(frame + 8, w->size - 8));
     for (size_t done = 0; done < w->size;) {
         ssize_t n = write(w->fd, frame + done, w->size - done);

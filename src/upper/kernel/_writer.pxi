@@ -4,7 +4,7 @@ cdef extern from "_writer.h":
     ctypedef struct upper_writer:
         int fd, bell, error
         uint8_t *frame
-        size_t used, size, zeros
+        size_t used, size, zeros, at
         uint8_t head[32]
     int upper_writer_start(upper_writer *w)
     void upper_writer_begin(upper_writer *w)
@@ -38,8 +38,9 @@ cdef class Writer:
     def fileno(self):
         return self.bell
 
-    def begin(self, int fd, bytes head not None, Log records not None, size_t zeros=0):
-        """Write these records as one frame, after `head`, in which length and checksum are filled in; returns its size.
+    def begin(self, int fd, bytes head not None, Log records not None, size_t zeros=0, *, size_t at=0):
+        """Write these records as one frame, after `head`; returns its size. Length, checksum and the count of sectors of zeros
+        are filled in; `at` is the offset of the frame in the file.
 
         `zeros` bytes of zero are written behind it, if there is room; the position of `fd` is before them."""
         if not self.runs:
@@ -56,7 +57,7 @@ cdef class Writer:
         self.writer.fd = fd
         self.writer.frame, self.writer.used = records.data, records.used
         self.writer.size = FRAME_HEAD + records.bytes
-        self.writer.zeros = zeros
+        self.writer.zeros, self.writer.at = zeros, at
         upper_writer_begin(&self.writer)
         return FRAME_HEAD + records.bytes
 

@@ -11,6 +11,9 @@ frame is a batch: written by one call, numbered without gaps across segments, va
 The last segment may end with zeros, which were written ahead of its next frames. A crash may leave an
 incomplete frame there: one that the file is too short for, or some of whose sectors are still zeros. It was
 never acknowledged, and opening truncates it. Anywhere else, bytes that are not a frame are damage.
+
+A batch may contain sectors of zeros, so the 16 highest bits of its number count them. A frame with a wrong
+checksum and more of them than that is incomplete; any other one is damaged and may have been acknowledged.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Final, NamedTuple
 
 from upper.errors import Corrupt, WrongVersion
 from upper.kernel import crc32
+from upper.record.change import packet_end
+from upper.record.layout import HEADER_SIZE, REQUEST
 
 FORMAT: Final = 1
 JOURNAL_MAGIC: Final = b"upperJNL"
@@ -34,6 +39,8 @@ _FRAME_TAIL = Struct(">QQQ")
 FRAME_HEADER: Final = _FRAME.size
 FRAME_MAGIC: Final = b"uFRM"
 SECTOR: Final = 512  # bytes; a disk writes each of them whole or not at all
+COUNT_SHIFT: Final = 48  # the number of a batch has the bits below, the count of sectors of zeros those above
+MOST_COUNTED: Final = 0xFFFF
 
 
 class FileHeader(NamedTuple):
@@ -93,9 +100,29 @@ def frame(number: int, clock: int, payload: bytes) -> bytes:
     return frame_head(number, clock, payload) + payload
 
 
+def journal_frame(number: int, clock: int, payload: bytes, at: int) -> bytes:
+    """A frame for this offset of a segment."""
+    data = frame(number, clock, payload)
+    count = _zero_sectors(data, 0, len(data), base=at)
+    return frame(number | count << COUNT_SHIFT, clock, payload) if count else data
+
+
 def open_frame(number: int, clock: int) -> bytes:
-    """The header of a frame without length and CRC, which the kernel's writer fills in."""
+    """The header of a frame, to be completed by the kernel's writer: CRC, length, and the count of zeros."""
     return _FRAME.pack(FRAME_MAGIC, 0, number, 0, clock)
+
+
+def _zero_sectors(data: bytes | memoryview, at: int, end: int, *, base: int = 0) -> int:
+    """How many sectors between these offsets are zeros; `data` begins at `base` of its file.
+
+    The first and the last one count with the part that lies between the offsets.
+    """
+    count = 0
+    while at < end:
+        edge = min(end, at + SECTOR - (base + at) % SECTOR)
+        count += not data[at] and not any(data[at:edge])
+        at = edge
+    return min(count, MOST_COUNTED)
 
 
 class FrameReader:
@@ -121,25 +148,31 @@ class FrameReader:
         at = self.at
         if at + FRAME_HEADER > size:
             whole = self._data[at : at + 4] == FRAME_MAGIC[: size - at]
-            return Ending.SHORT if whole or self._unwritten(at, size) else Ending.BROKEN
+            return Ending.SHORT if whole or _zero_sectors(self._view, at, size) else Ending.BROKEN
         magic, crc, number, length, clock = _FRAME.unpack_from(self._data, at)
         if magic != FRAME_MAGIC:
-            return Ending.SHORT if self._unwritten(at, at + len(magic)) else Ending.BROKEN
+            sector = min(size, at - at % SECTOR + SECTOR)
+            return Ending.BROKEN if any(self._view[at:sector]) else Ending.SHORT
         start = at + FRAME_HEADER
         if length > size - start:
-            return Ending.SHORT
-        if crc32(self._view[at + 8 : start + length]) != crc:
-            return Ending.SHORT if self._unwritten(at, start + length) else Ending.BROKEN
-        return Frame(at, number, clock, start, start + length)
+            return Ending.BROKEN if self._has_wrong_head(at) else Ending.SHORT
+        end = start + length
+        if crc32(self._view[at + 8 : end]) == crc:
+            return Frame(at, number & (1 << COUNT_SHIFT) - 1, clock, start, end)
+        lacks_sectors = _zero_sectors(self._view, at, end) > number >> COUNT_SHIFT
+        return Ending.SHORT if lacks_sectors and not self._has_wrong_head(at) else Ending.BROKEN
 
-    def _unwritten(self, at: int, end: int) -> bool:
-        """Whether a sector of this part is still zeros, as it was before a frame was written there."""
-        while at < end:
-            edge = min(end, at - at % SECTOR + SECTOR)
-            if not any(self._view[at:edge]):
-                return True
-            at = edge
-        return False
+    def _has_wrong_head(self, at: int) -> bool:
+        """Whether complete packets follow, and the head of their frame has a wrong length or count."""
+        _, crc, number, _, clock = _FRAME.unpack_from(self._data, at)
+        start = end = at + FRAME_HEADER
+        while end + HEADER_SIZE <= len(self._data) and self._data[end] == REQUEST:
+            end = packet_end(self._data, end)
+        if end > len(self._data):
+            return False
+        count = _zero_sectors(self._view, at, end)
+        number = number & (1 << COUNT_SHIFT) - 1 | count << COUNT_SHIFT
+        return crc32(self._view[start:end], crc32(_FRAME_TAIL.pack(number, end - start, clock))) == crc
 
     @property
     def rest(self) -> int:

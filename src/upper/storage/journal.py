@@ -25,7 +25,15 @@ from pathlib import Path
 from upper import kernel
 from upper.storage.disk import write_all
 from upper.storage.files import File, Files
-from upper.storage.frames import FRAME_HEADER, JOURNAL_MAGIC, FileHeader, file_header, frame, open_frame
+from upper.storage.frames import (
+    FRAME_HEADER,
+    JOURNAL_MAGIC,
+    FileHeader,
+    file_header,
+    frame,
+    journal_frame,
+    open_frame,
+)
 
 LEAST_ZEROS, MOST_ZEROS = 64 << 10, 1 << 20  # bytes that are written ahead at once
 LARGE_FRAME = 128 << 10  # bytes of a frame from which on zeros would cost more than they save
@@ -72,10 +80,11 @@ class Journal:
         if not self.segments or self.segments[-1].file.size >= segment_size:
             self._open_next(number)
         self._reopen()
-        data = frame(number, clock, payload)
+        at = self.segments[-1].file.size
+        data = journal_frame(number, clock, payload, at)
         write_all(disk, self._fd, data)
         if zeros := self._ahead(len(data), segment_size):
-            end = self.segments[-1].file.size + len(data)
+            end = at + len(data)
             with suppress(OSError):  # without room for them, later frames make the file longer as they come
                 write_all(disk, self._fd, bytes(zeros))
             os.lseek(self._fd, end, os.SEEK_SET)
@@ -93,9 +102,10 @@ class Journal:
     ) -> None:
         """The same as `append` to a segment that is not full, in the kernel's thread."""
         zeros = self._ahead(self._under_way, segment_size)  # the last one was about as long
-        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch, zeros)
+        at = self.segments[-1].file.size
+        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch, zeros, at=at)
         if zeros:
-            self._prepared = self.segments[-1].file.size + self._under_way + zeros
+            self._prepared = at + self._under_way + zeros
 
     def _ahead(self, size: int, segment_size: int) -> int:
         """How many zeros to write behind a frame of this size: none, as long as there are enough."""
