@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from upper.cli.cluster_up import NodeProcess, _place
 from upper.cli.main import main
+from upper.cli.output import Output
 from upper.cluster import administration
 from upper.cluster.agreement import ABSENT
 from upper.cluster.agreement.embedded import EmbeddedStore
@@ -146,6 +151,47 @@ def test_a_rebalance_is_planned_shown_started_and_cancelled(
     assert "cancelled" in output(capsys, "rebalance", store.place, "--cancel")
     assert read_state(store).rebalance is None
     assert "no rebalance is running" in output(capsys, "rebalance", store.place, "--cancel")
+
+
+class EndedProcess:
+    """A node of `upper cluster up` that was killed."""
+
+    ended = "was ended by SIGKILL"
+
+
+@pytest.mark.parametrize("why", ["the user stops the cluster", "a node ends"])
+def test_a_cluster_that_grows_does_not_wait_for_a_rebalance_that_cannot_end(store: Store, why: str) -> None:
+    """No node runs here, so that nothing moves. The next start finds the rebalance."""
+    store.add("n1")
+    administration.create(store, BucketSettings(partitions=8, replicas=0))
+    store.add("n2")
+    stopping, notes = threading.Event(), io.StringIO()
+    nodes = [] if "user" in why else cast("list[NodeProcess]", [EndedProcess()])
+    if not nodes:
+        stopping.set()
+    _place(Namespace(), store, nodes, stopping, Output(stdout=io.StringIO(), stderr=notes))
+    assert "1 node is new: 8 partitions move" in notes.getvalue()
+    assert store.map.settings.replicas == 1
+    running = read_state(store).rebalance
+    assert running is not None
+    assert running.total == 8
+    _place(Namespace(), store, nodes, stopping, Output(stdout=io.StringIO(), stderr=notes))
+    assert read_state(store).rebalance == running
+
+
+def test_a_node_that_joined_before_the_cluster_was_stopped_gets_its_share_at_the_next_start(
+    store: Store,
+) -> None:
+    store.add("n1", "n2")
+    administration.create(store, BucketSettings(partitions=8))
+    stopping = threading.Event()
+    stopping.set()
+    out = Output(stdout=io.StringIO(), stderr=io.StringIO())
+    _place(Namespace(), store, [], stopping, out)
+    assert read_state(store).rebalance is None, "every node holds copies"
+    store.add("n3")
+    _place(Namespace(), store, [], stopping, out)
+    assert read_state(store).rebalance is not None
 
 
 def test_nodes_that_cannot_be_removed_are_refused_with_a_remedy(

@@ -247,7 +247,9 @@ def _rebalance(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
             return ExitCode.OK
         start_rebalance(store, plan, state)
         out.note(f"{plan.total} partitions move")
-    return ExitCode.OK if args.no_wait else wait_for_rebalance(store, out)
+    if not args.no_wait:
+        wait_for_rebalance(store, out)
+    return ExitCode.OK
 
 
 def _show_plan(plan: Rebalance, state: ClusterState, out: Output) -> None:
@@ -264,8 +266,10 @@ def _show_plan(plan: Rebalance, state: ClusterState, out: Output) -> None:
     out.show(rows, empty="nothing moves: the copies are spread evenly")
 
 
-def wait_for_rebalance(store: AgreementStore, out: Output) -> ExitCode:
-    """Show the progress of a rebalance until it has ended."""
+def wait_for_rebalance(
+    store: AgreementStore, out: Output, given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Show the progress of a rebalance until it has ended, or is not waited for any more."""
     from upper.cluster.members import read_state
 
     state = read_state(store)
@@ -274,10 +278,11 @@ def wait_for_rebalance(store: AgreementStore, out: Output) -> ExitCode:
         while state.rebalance is not None and state.bucket_map is not None:
             left = len(state.rebalance.remaining(state.bucket_map))
             progress.reached(max(0, total - left))
+            if given_up():
+                return
             store.wait("", after=state.revision, seconds=POLL)
             state = read_state(store, state)
     out.say("the copies are spread as planned")
-    return ExitCode.OK
 
 
 def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:

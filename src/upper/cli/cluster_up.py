@@ -27,6 +27,7 @@ from upper.cluster import administration
 from upper.cluster.agreement.embedded import EmbeddedStore
 from upper.cluster.bucket_map import BucketSettings
 from upper.cluster.members import ClusterState, read_state
+from upper.cluster.moves import held
 from upper.errors import ClusterError, InvalidArguments, TimedOut
 from upper.pipeline.signals import stop_signals
 from upper.server.listen import bind
@@ -57,8 +58,9 @@ def up(args: Namespace, out: Output) -> ExitCode:
         try:
             _wait_until_alive(store, nodes, stopping)
             if not stopping.is_set():
-                _place(args, store, len(known.members), out)
+                _place(args, store, nodes, stopping, out)
                 _wait_until_ready(nodes, stopping)
+            if not stopping.is_set():
                 _announce(args, read_state(store), nodes, out)
             _supervise(nodes, stopping, out)
         finally:
@@ -174,8 +176,10 @@ def _check(nodes: list[NodeProcess]) -> None:
             raise ClusterError(f"{node.name} {ended}: {node.last_words()}; its log is {node.log}")
 
 
-def _place(args: Namespace, store: EmbeddedStore, before: int, out: Output) -> None:
-    """Create the bucket, or give new nodes their share."""
+def _place(
+    args: Namespace, store: EmbeddedStore, nodes: list[NodeProcess], stopping: threading.Event, out: Output
+) -> None:
+    """Create the bucket, or give nodes that hold nothing their share."""
     state = read_state(store)
     if state.bucket_map is None:
         replicas = min(1, args.nodes - 1) if args.replicas is None else args.replicas
@@ -184,21 +188,26 @@ def _place(args: Namespace, store: EmbeddedStore, before: int, out: Output) -> N
         except ValueError as error:
             raise InvalidArguments(str(error)) from None
         administration.create(store, settings)
-    elif args.nodes > before:
-        if before == 1 and state.bucket_map.settings.replicas == 0:
-            administration.change_map(
-                store,
-                lambda now: replace(
-                    administration.bucket_of(now),
-                    settings=replace(administration.bucket_of(now).settings, replicas=1),
-                ),
-            )
-            state = read_state(store)
-        plan = administration.planned(state)
-        if plan.total and state.rebalance is None:
-            administration.start_rebalance(store, plan, state)
-            out.note(f"{args.nodes - before} nodes are new: {plan.total} partitions move")
-            wait_for_rebalance(store, out)
+        return
+    holders = held(state.bucket_map)
+    new = len(state.members.keys() - holders.keys())
+    if not new:
+        return
+    if len(holders) == 1 and state.bucket_map.settings.replicas == 0:
+        administration.change_map(
+            store,
+            lambda now: replace(
+                administration.bucket_of(now),
+                settings=replace(administration.bucket_of(now).settings, replicas=1),
+            ),
+        )
+        state = read_state(store)
+    plan = administration.planned(state)
+    if plan.total and state.rebalance is None:
+        administration.start_rebalance(store, plan, state)
+        out.note(f"{new} node{'s are' if new > 1 else ' is'} new: {plan.total} partitions move")
+        # If the user stops the cluster, or a node ends, the rebalance continues at the next start.
+        wait_for_rebalance(store, out, lambda: stopping.is_set() or any(node.ended for node in nodes))
 
 
 def _announce(args: Namespace, state: ClusterState, nodes: list[NodeProcess], out: Output) -> None:
