@@ -10,13 +10,15 @@ from upper.kernel.plain_log import Log
 class Writer(Protocol):
     """Writes one batch at a time, in a thread that never needs the interpreter."""
 
-    def begin(self, fd: int, head: bytes, records: Log, zeros: int = 0) -> int:
+    def begin(self, fd: int, head: bytes, records: Log, zeros: int = 0, *, at: int = 0) -> int:
         """Write a frame to a file, and sync it. Returns how many bytes that will be.
 
-        The frame is `head`, 32 bytes in which the length of the payload (u64 at 16) and the CRC of
-        everything behind it (u32 at 4) are filled in, and then the records. The log takes no records
-        from here on. Behind the frame go `zeros` bytes of zero, if there is room for them; the position
-        of `fd` is before them.
+        The frame is `head`, 32 bytes in which the length of the payload (u64 at 16), the CRC of
+        everything behind it (u32 at 4) and the count of its sectors of zeros (u16 at 8) are filled in, and
+        then the records. `at` is its offset in the file, where sectors begin at multiples of 512.
+
+        The log takes no records from here on. Behind the frame go `zeros` bytes of zero, if there is room
+        for them; the position of `fd` is before them.
         """
         ...
 

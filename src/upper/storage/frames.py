@@ -172,7 +172,8 @@ class FrameReader:
             return False
         count = _zero_sectors(self._view, at, end)
         number = number & (1 << COUNT_SHIFT) - 1 | count << COUNT_SHIFT
-        return crc32(self._view[start:end], crc32(_FRAME_TAIL.pack(number, end - start, clock))) == crc
+        head = _FRAME_TAIL.pack(number, end - start, clock)
+        return bool(crc32(self._view[start:end], crc32(head)) == crc)
 
     @property
     def rest(self) -> int:
