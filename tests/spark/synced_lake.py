@@ -62,18 +62,9 @@ class SyncedLake:
         assert verdict.differences == []
         assert verdict.partitions == self.node.partitions
 
-    def upper_verify(self) -> subprocess.CompletedProcess[str]:
-        """`upper verify` in a process of its own."""
-        command = [
-            sys.executable,
-            "-m",
-            "upper",
-            "verify",
-            self.node.url,
-            str(self.root),
-            "--master",
-            "local[2]",
-        ]
+    def upper_verify(self, *where: str) -> subprocess.CompletedProcess[str]:
+        """`upper verify` in a process of its own, with `where` as the options that name its workers."""
+        command = [sys.executable, "-m", "upper", "verify", self.node.url, str(self.root), *where]
         return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
     def rows(self, table: str) -> set[Row]:

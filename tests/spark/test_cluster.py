@@ -85,7 +85,7 @@ def without(cluster: RunningCluster, name: str) -> None:
 
 
 def verified(synced: SyncedLake) -> str:
-    run = synced.upper_verify()
+    run = synced.upper_verify("--local")
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 

@@ -93,7 +93,7 @@ def test_after_a_kill_verify_as_a_command_succeeds(synced: SyncedLake, bucket: A
     process.communicate(timeout=240)
     assert process.returncode == -signal.SIGKILL
     synced.sync()
-    run = synced.upper_verify()
+    run = synced.upper_verify("--master", "local[2]")
     assert run.returncode == 0, run.stdout + run.stderr
     assert "400 live keys and 400 changes in 16 partitions" in run.stdout
     assert run.stderr == "", "nothing is printed beside the answer"

@@ -194,7 +194,7 @@ def test_verify_as_a_command_names_what_differs_and_exits_with_1(synced: SyncedL
     lake = Lake(synced.root)
     victim = lake.latest.files()[0]
     lake.commit_latest(add=[], remove=[victim], lake_position=lake.latest.lake_position)
-    run = synced.upper_verify()
+    run = synced.upper_verify("--local")
     assert run.returncode == 1, run.stderr
     assert "`latest` is not what the bucket has: b'k" in run.stdout
     assert "partitions differ" in run.stdout

@@ -28,9 +28,9 @@ EXAMPLES = """
 upper lake ./lake
 upper lake ./lake --url upr://127.0.0.1:11210/default
 upper lake ./lake compact
-upper lake ./lake trim --older-than 30d
+upper lake ./lake trim --older-than 30d --local
 upper lake ./lake vacuum --keep 7d
-upper lake ./lake erase user:17 --yes
+upper lake ./lake erase user:17 --yes --local
 upper lake ./lake types infer > types.yml
 upper lake ./lake types
 """

@@ -33,7 +33,7 @@ EXAMPLES = """
 upper sync upr://127.0.0.1:11210/default ./lake --once
 upper sync upr://127.0.0.1:11210/default ./lake --every 1s --latest-every 60s
 upper sync upr://127.0.0.1:11210/default ./lake --local --once
-upper sync upr://127.0.0.1:11210/default ./lake --types types.yml
+upper sync upr://127.0.0.1:11210/default ./lake --types types.yml --local
 upper sync upr://10.0.0.7/default /shared/lake --master spark://10.0.0.8:7077
 upper sync --config sync.toml --metrics-port 9464
 """

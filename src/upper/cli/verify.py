@@ -15,7 +15,7 @@ from upper.cli.workers import add_workers, worker_settings
 
 EXAMPLES = """
 upper verify upr://127.0.0.1:11210/default ./lake
-upper verify upr://127.0.0.1:11210/default ./lake --json
+upper verify upr://127.0.0.1:11210/default ./lake --local --json
 """
 
 
