@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import upper
 from tests.apps.test_lake_model import SET, World, live_through
 from tests.apps.test_lake_objects import race_for_versions
 from tests.nodes import Node
-from tests.objects import AZURITE_ACCOUNT, AZURITE_KEY, BUCKET, azure_store, google_store
+from tests.objects import AZURITE_ACCOUNT, AZURITE_KEY, BUCKET, azure_store, azure_token, google_store
 from upper.apps.lake.store import azure_hosts
 
 # The first run on a machine fetches the servers, and compiles one of them.
@@ -83,6 +84,38 @@ def test_verbs_take_the_url_and_print_no_key(cloud: Cloud, url: str, tmp_path: P
         assert "300" in run("query", url, "select count(*) as n from latest")
         assert "the lake is true" in run("verify", node.url, url, "--local")
     assert "changes" in run("lake", url)
+
+
+def test_a_token_of_azure_opens_a_lake_and_is_in_no_message(tmp_path: Path) -> None:
+    """Delta's library signs for Azurite with its key, so that only Arrow uses the token here."""
+    token, url = azure_token(), f"{AZURE}/of-a-token"
+    signature = token.rpartition("sig=")[2]
+    with azure_store(tmp_path) as found:
+        env = {**os.environ, **found, "AZURE_STORAGE_SAS_TOKEN": token}
+        del env["AZURE_STORAGE_ACCOUNT_KEY"]
+
+        def run(*words: str, **other: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "upper", *words]
+            return subprocess.run(
+                command, env=env | other, capture_output=True, text=True, timeout=140, check=False
+            )
+
+        (rows := tmp_path / "rows.jsonl").write_text('{"key": "k", "value": "v"}\n')
+        made = run("import", str(rows), url)
+        assert made.returncode == 0, made.stderr
+        written = f"?{token}"  # as some tools print it
+        sql = "select text(value) as v from latest"
+        read = run("query", url, sql, "--json", AZURE_STORAGE_SAS_TOKEN=written)
+        assert json.loads(read.stdout) == {"v": "v"}
+        wrong = token.replace("sp=rwdlac", "sp=rwdla")
+        refused = run("import", str(rows), f"{url}-refused", AZURE_STORAGE_SAS_TOKEN=wrong)
+        assert refused.returncode == 5
+        assert "cannot be used (" in refused.stderr
+    away = run("query", url, "select 1")
+    assert away.returncode == 5
+    for done in (made, read, refused, away):
+        assert signature not in done.stdout + done.stderr
+        assert signature.removesuffix("%3D") not in done.stdout + done.stderr
 
 
 def test_the_cloud_of_a_url_and_an_endpoint_are_found() -> None:

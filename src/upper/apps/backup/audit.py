@@ -122,7 +122,8 @@ def _problem(store: LakeStore, table: str, file: DataFile) -> str:
         elif expected != files.checksum(store, table, file):
             return "its checksum is wrong"
         else:
-            rows = pq.read_metadata(store.path(path), filesystem=store.filesystem).num_rows
+            with store.reading():
+                rows = pq.read_metadata(store.path(path), filesystem=store.filesystem).num_rows
         return "" if rows == file.rows else f"it has {rows} rows, and its commit has {file.rows}"
     except (OSError, pa.ArrowException, StorageError) as error:
         return getattr(error, "strerror", None) or str(error).splitlines()[0]

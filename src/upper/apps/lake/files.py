@@ -211,7 +211,8 @@ def put(
 def checksum(root: Place, table: str, file: DataFile) -> int:
     """The CRC-32 of a file."""
     store, found = open_store(root), 0
-    with store.filesystem.open_input_stream(store.path(f"{table}/{file.path}")) as held:
+    path = store.path(f"{table}/{file.path}")
+    with store.reading(), store.filesystem.open_input_stream(path) as held:
         while piece := held.read(1 << 20):
             found = crc32(piece, found)
     return found
@@ -239,7 +240,8 @@ def check(root: Place, table: str, files: Sequence[DataFile]) -> None:
         path = f"{table}/{file.path}"
         where = store.uri(path)
         try:
-            footer = pq.read_metadata(store.path(path), filesystem=store.filesystem)
+            with store.reading():
+                footer = pq.read_metadata(store.path(path), filesystem=store.filesystem)
             size, rows = store.size(path), footer.num_rows
         except (OSError, pa.ArrowException) as error:
             raise MissingFiles(
@@ -284,7 +286,7 @@ def read_file(
 ) -> pa.Table:
     """A file's columns. One that the file does not have, because it is older than the column, is null."""
     try:
-        with pq.ParquetFile(store.path(path), filesystem=store.filesystem) as file:
+        with store.reading(), pq.ParquetFile(store.path(path), filesystem=store.filesystem) as file:
             held = set(file.schema_arrow.names)
             columns = [name for name in wanted.names if name in held]
             if partitions is None:
@@ -323,7 +325,8 @@ def uncompressed(root: Place, table: str, file: DataFile) -> int:
     """The bytes of a file's columns before compression, by its footer."""
     store, path = open_store(root), f"{table}/{file.path}"
     try:
-        footer = pq.read_metadata(store.path(path), filesystem=store.filesystem)
+        with store.reading():
+            footer = pq.read_metadata(store.path(path), filesystem=store.filesystem)
     except FileNotFoundError as error:
         raise _missing(store, path) from error
     return sum(footer.row_group(number).total_byte_size for number in range(footer.num_row_groups))

@@ -43,7 +43,7 @@ from upper.apps.lake.schema import (
     LakeLayout,
     table_schema,
 )
-from upper.apps.lake.store import LocalStore, Place, open_store
+from upper.apps.lake.store import LocalStore, Place, open_store, without_credentials
 from upper.apps.lake.tables import LakeTable, exists
 from upper.apps.lake.tokens import WriteToken, lost, require, tokens_of, wait
 from upper.apps.views.definitions import ViewDefinition, load, needed, words
@@ -96,7 +96,9 @@ def query(
             except duckdb.PermissionException as error:
                 raise InvalidArguments(f"{error}\nOther files need --allow-files.") from error
             except duckdb.Error as error:
-                raise InvalidArguments(f"DuckDB rejects the query: {error}") from error
+                raise InvalidArguments(
+                    f"DuckDB rejects the query: {without_credentials(str(error))}"
+                ) from error
 
         views = needed(sql, load(open_store(root)))
         named = words(" ".join((sql, *(view.sql for view in views))))

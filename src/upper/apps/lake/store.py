@@ -60,11 +60,16 @@ def reaching(where: str) -> Iterator[None]:
 
 def reason_of(error: OSError) -> str:
     """The reason alone: the message of S3, or the last line of the tree that Delta draws, without colours."""
-    text = re.sub(r"\x1b\[\d*m", "", error.strerror or str(error))
+    text = without_credentials(re.sub(r"\x1b\[\d*m", "", error.strerror or str(error)))
     if found := re.search(r"AWS Error (\w+) during \w+ operation: (.*?)(?: \(Request ID.*)?$", text):
         return f"{found[1].title().replace('_', '')}: {found[2]}"  # by Arrow: SIGNATURE_DOES_NOT_MATCH
     matched = re.search(r"<Code>(.*?)</Code>(?:<Message>(.*?)</Message>)?", text)
     return ": ".join(filter(None, matched.groups())) if matched else text.split("↳")[-1].strip()
+
+
+def without_credentials(text: str) -> str:
+    """A message of a library, which may have the URL of a request: with Azure, a SAS token is part of it."""
+    return re.sub(r"\bsig=[^&\s'\"<>]+", "sig=...", text)
 
 
 class LakeStore(ABC):
@@ -89,6 +94,10 @@ class LakeStore(ABC):
     @abstractmethod
     def path(self, inside: str) -> str:
         """A path inside `filesystem`."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Around calls of Arrow with `filesystem`: failures of an object store become StoreUnavailable."""
+        return nullcontext()
 
     @abstractmethod
     def read(self, inside: str) -> bytes:
@@ -278,10 +287,11 @@ class ObjectStore(LakeStore):
                 return fs.GcsFileSystem(anonymous=True, scheme=server.scheme, endpoint_override=server.netloc)
             return fs.GcsFileSystem()
         if scheme == "abfss":
+            token = self._option("AZURE_STORAGE_SAS_TOKEN")
             return fs.AzureFileSystem(
                 account.partition(".")[0],
                 account_key=self._option("AZURE_STORAGE_ACCOUNT_KEY"),
-                sas_token=self._option("AZURE_STORAGE_SAS_TOKEN"),
+                sas_token=token and f"?{token.removeprefix('?')}",  # Arrow appends it to the address
                 **azure_hosts(account, self._option("AZURE_STORAGE_ENDPOINT") or ""),
             )
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
@@ -295,6 +305,9 @@ class ObjectStore(LakeStore):
             region=self._option("AWS_REGION") or self._option("AWS_DEFAULT_REGION"),
             endpoint_override=self._option("AWS_ENDPOINT_URL"),  # Arrow does not read it from the environment
         )
+
+    def reading(self) -> AbstractContextManager[None]:
+        return reaching(self.url)
 
     def _option(self, name: str) -> str | None:
         return self.options.get(name) or os.environ.get(name)

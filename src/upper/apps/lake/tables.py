@@ -33,7 +33,7 @@ from upper.apps.lake.schema import (
     grouped,
     table_schema,
 )
-from upper.apps.lake.store import LakeStore, Place, open_store, reaching, reason_of
+from upper.apps.lake.store import LakeStore, Place, open_store, reaching, reason_of, without_credentials
 from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class LakeTable:
         except CommitFailedError:
             raise
         except DeltaError as error:
-            raise StorageError(f"the commit to {self.where} failed: {error}") from error
+            raise self._failed(error) from error
         except OSError as error:
             raise NotWritable(
                 f"{self.where} cannot be written ({reason_of(error)}); free some space, or check its disk"
@@ -266,6 +266,9 @@ class LakeTable:
         self._step = self._step if step is None else step
         if content[POSITION]["version"] != DIFFERENCE:
             self._whole, self._whole_at = version, now
+
+    def _failed(self, error: DeltaError) -> StorageError:
+        return StorageError(f"the commit to {self.where} failed: {without_credentials(str(error))}")
 
     def _statistics(self, file: DataFile) -> str:
         """The entry of a file in the log. A derived table has other names for the measured columns."""
@@ -308,7 +311,7 @@ class LakeTable:
         before = self.version
         self._delta.update_incremental()
         if self.version == before:
-            raise StorageError(f"the commit to {self.where} failed: {error}") from error
+            raise self._failed(error) from error
         made = list(takewhile(lambda commit: commit["version"] > before, self._history()))
         self._load()
         writers = [commit[NOTE].get(WRITER) for commit in made if NOTE in commit]
