@@ -1,4 +1,7 @@
-"""No module outside `record`, `wire` and `kernel` states where a field of a record is."""
+"""No module outside `record`, `wire` and `kernel` states where a field of a record is.
+
+The compiled kernel states it in one header, `_layout.h`, which `test_compiled_layout` compares with `record`.
+"""
 
 from __future__ import annotations
 
@@ -44,3 +47,19 @@ def test_an_offset_is_found_however_it_is_written(text: str) -> None:
 def test_the_header_of_a_packet_is_declared_in_record_and_wire_alone(path: Path) -> None:
     """Magic, opcode and key length begin every packet: `>BBH`, or `>xBH` with bytes left out."""
     assert re.findall(r'Struct\(">[Bx][Bx]H[^"]*"', path.read_text()) == []
+
+
+COMPILED = sorted(path for path in (SOURCE / "kernel").iterdir() if path.suffix in (".h", ".pxi", ".pyx"))
+OFFSET_IN_C = re.compile(
+    r"(?<!fetch_soon\()\b(?:c|cell|copy|record)(?:\[[1-9]| \+ [1-9])"  # what the C code calls a record
+)
+
+
+@pytest.mark.parametrize("path", COMPILED, ids=lambda path: path.name)
+def test_the_compiled_kernel_reads_records_by_the_names_of_their_offsets(path: Path) -> None:
+    assert OFFSET_IN_C.findall(path.read_text()) == []
+
+
+@pytest.mark.parametrize("text", ["c[1] = CELL_COLD;", "get32(c + 8)", "put32(record + 12, 0)"])
+def test_an_offset_is_found_in_c(text: str) -> None:
+    assert OFFSET_IN_C.search(text)

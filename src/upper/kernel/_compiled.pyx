@@ -62,197 +62,31 @@ cdef extern from *:
 NAME = "compiled"
 SOURCES = UPPER_SOURCES.decode()  # `choice.digest` of the sources that it was built from
 
-# The numbers of `upper.record.layout`, `upper.record.location`, `upper.kernel.packets` and `upper.wire`, for the C compiler.
-# LAYOUT exports them under their names there; tests/record/test_compiled_layout.py compares.
+# Offsets, opcodes and sizes, from a header that the other C code uses too.
+cdef extern from "_layout.h":
+    ctypedef struct layout_row:
+        const char *name
+        long number
+    const layout_row layout_rows[1]
+    enum:
+        LAYOUT_COUNT
+    enum:
+        HEADER_SIZE, AT_OPCODE, AT_KEY_LENGTH, AT_EXTRAS_LENGTH, AT_DATA_TYPE, AT_PARTITION, AT_BODY, AT_OPAQUE
+        AT_CAS, AT_SEQNO, AT_REVISION, AT_FLAGS, AT_EXPIRATION, AT_LOCK_TIME, REQUEST, RESPONSE, MUTATION, DELETION
+        EXPIRATION, FLUSH, SNAPSHOT_START, SNAPSHOT_END, MUTATION_EXTRAS, DELETION_EXTRAS, MUTATION_HEAD
+        DELETION_HEAD, MAX_KEY, SEQNO_SHIFT, LENGTH_BITS, BETWEEN, INSIDE, AT_DCP_META, DCP_MUTATION_EXTRAS
+        DCP_GONE_EXTRAS, DCP_DELETION_EXTRAS, DCP_EXPIRATION_EXTRAS, DELETE_TIMES, EXPIRATIONS, DATA_TYPES
+        NANOSECONDS, DCP_MARKER, DCP_MARKER_EXTRAS, DCP_IN_MEMORY, SEQNO_ADVANCED, ADVANCED_EXTRAS, TAP_MUTATION
+        TAP_DELETION, TAP_MUTATION_EXTRAS, TAP_DELETION_EXTRAS, AT_TAP_MARKS, AT_TAP_HOPS, TAP_HOPS, TAP_ACK
+        TAP_NO_VALUE, ALL_OPERATIONS, GET, SET, DELETE, GETQ, NOOP, GETK, GETKQ, SETQ, DELETEQ, SET_WITH_META, ADD
+        REPLACE, INCREMENT, DECREMENT, APPEND, PREPEND, ADDQ, REPLACEQ, INCREMENTQ, DECREMENTQ, APPENDQ, PREPENDQ
+        TOUCH, GAT, GATQ, GATK, GATKQ, GET_LOCKED, UNLOCK_KEY, STORE_EXTRAS, COUNT_EXTRAS, TOUCH_EXTRAS
+        TOKEN_EXTRAS, COPY_EXTRAS, FLAGS_EXTRAS, MONTH, DEFAULT_LOCK
+
 cdef enum:
-    HEADER_SIZE = 24
-    AT_OPCODE = 1
-    AT_KEY_LENGTH = 2
-    AT_EXTRAS_LENGTH = 4
-    AT_DATA_TYPE = 5
-    AT_PARTITION = 6
-    AT_BODY = 8
-    AT_OPAQUE = 12
-    AT_CAS = 16
-    AT_SEQNO = 24
-    AT_REVISION = 32
-    AT_FLAGS = 40
-    AT_EXPIRATION = 44
-    AT_LOCK_TIME = 48
-    REQUEST = 0x80
-    RESPONSE = 0x81
-    MUTATION = 0x56
-    DELETION = 0x57
-    EXPIRATION = 0x58
-    FLUSH = 0x59
-    SNAPSHOT_START = 0x54
-    SNAPSHOT_END = 0x55
-    MUTATION_EXTRAS = 28
-    DELETION_EXTRAS = 16
-    MUTATION_HEAD = 52
-    DELETION_HEAD = 40
-    MAX_KEY = 250
-    SEQNO_SHIFT = 80
-    LENGTH_BITS = 25
-    BETWEEN = 0
-    INSIDE = 1
-    AT_DCP_META = 52
-    DCP_MUTATION_EXTRAS = 31
-    DCP_GONE_EXTRAS = 18  # of a deletion or expiration, with the size of its metadata
-    DCP_DELETION_EXTRAS = 21  # with the time of the deletion
-    DCP_EXPIRATION_EXTRAS = 20
-    DELETE_TIMES = 2  # bits of the form of DCP's changes
-    EXPIRATIONS = 4
-    DATA_TYPES = 8
-    NANOSECONDS = 1000000000
-    DCP_MARKER = 0x56
-    DCP_MARKER_EXTRAS = 20
-    DCP_IN_MEMORY = 1  # of a marker: its snapshot is a commit
-    SEQNO_ADVANCED = 0x64
-    ADVANCED_EXTRAS = 8  # of SEQNO_ADVANCED
-    TAP_MUTATION = 0x41
-    TAP_DELETION = 0x42
-    TAP_MUTATION_EXTRAS = 16
-    TAP_DELETION_EXTRAS = 8
-    AT_TAP_MARKS = 2  # in the extras
-    AT_TAP_HOPS = 4
-    TAP_HOPS = 255
-    TAP_ACK = 1
-    TAP_NO_VALUE = 2
-    ALL_OPERATIONS = 7  # a bit for each opcode of a change, from MUTATION
-    GET = 0x00
-    SET = 0x01
-    DELETE = 0x04
-    GETQ = 0x09
-    NOOP = 0x0A
-    GETK = 0x0C
-    GETKQ = 0x0D
-    SETQ = 0x11
-    DELETEQ = 0x14
-    SET_WITH_META = 0xA2
-    ADD = 0x02
-    REPLACE = 0x03
-    INCREMENT = 0x05
-    DECREMENT = 0x06
-    APPEND = 0x0E
-    PREPEND = 0x0F
-    ADDQ = 0x12
-    REPLACEQ = 0x13
-    INCREMENTQ = 0x15
-    DECREMENTQ = 0x16
-    APPENDQ = 0x19
-    PREPENDQ = 0x1A
-    TOUCH = 0x1C
-    GAT = 0x1D
-    GATQ = 0x1E
-    GATK = 0x23
-    GATKQ = 0x24
-    GET_LOCKED = 0x94
-    UNLOCK_KEY = 0x95
-    STORE_EXTRAS = 8  # of a SET: flags, expiration
-    COUNT_EXTRAS = 20  # of a counter: delta, initial value, expiration
-    TOUCH_EXTRAS = 4  # expiration or seconds of a lock
-    TOKEN_EXTRAS = 16  # of the response to a write: branch, seqno
-    COPY_EXTRAS = 28  # of a SET_WITH_META: flags, expiration, revision, CAS, options
-    FLAGS_EXTRAS = 4  # of the response to a GET
-    MONTH = 2592000  # seconds: an expiration up to here counts from now
-    DEFAULT_LOCK = 15  # seconds
     AHEAD = 24  # records between the one that is processed and the one that is prefetched
 
-LAYOUT = {
-    "HEADER_SIZE": HEADER_SIZE,
-    "AT_OPCODE": AT_OPCODE,
-    "AT_KEY_LENGTH": AT_KEY_LENGTH,
-    "AT_EXTRAS_LENGTH": AT_EXTRAS_LENGTH,
-    "AT_DATA_TYPE": AT_DATA_TYPE,
-    "AT_PARTITION": AT_PARTITION,
-    "AT_BODY": AT_BODY,
-    "AT_OPAQUE": AT_OPAQUE,
-    "AT_CAS": AT_CAS,
-    "AT_SEQNO": AT_SEQNO,
-    "AT_REVISION": AT_REVISION,
-    "AT_FLAGS": AT_FLAGS,
-    "AT_EXPIRATION": AT_EXPIRATION,
-    "AT_LOCK_TIME": AT_LOCK_TIME,
-    "REQUEST": REQUEST,
-    "RESPONSE": RESPONSE,
-    "MUTATION": MUTATION,
-    "DELETION": DELETION,
-    "EXPIRATION": EXPIRATION,
-    "FLUSH": FLUSH,
-    "SNAPSHOT_START": SNAPSHOT_START,
-    "SNAPSHOT_END": SNAPSHOT_END,
-    "MUTATION_EXTRAS": MUTATION_EXTRAS,
-    "DELETION_EXTRAS": DELETION_EXTRAS,
-    "MUTATION_HEAD": MUTATION_HEAD,
-    "DELETION_HEAD": DELETION_HEAD,
-    "MAX_KEY": MAX_KEY,
-    "SEQNO_SHIFT": SEQNO_SHIFT,
-    "LENGTH_BITS": LENGTH_BITS,
-    "BETWEEN": BETWEEN,
-    "INSIDE": INSIDE,
-    "AT_DCP_META": AT_DCP_META,
-    "DCP_MUTATION_EXTRAS": DCP_MUTATION_EXTRAS,
-    "DCP_GONE_EXTRAS": DCP_GONE_EXTRAS,
-    "DCP_DELETION_EXTRAS": DCP_DELETION_EXTRAS,
-    "DCP_EXPIRATION_EXTRAS": DCP_EXPIRATION_EXTRAS,
-    "DELETE_TIMES": DELETE_TIMES,
-    "EXPIRATIONS": EXPIRATIONS,
-    "DATA_TYPES": DATA_TYPES,
-    "NANOSECONDS": NANOSECONDS,
-    "DCP_MARKER": DCP_MARKER,
-    "DCP_MARKER_EXTRAS": DCP_MARKER_EXTRAS,
-    "DCP_IN_MEMORY": DCP_IN_MEMORY,
-    "SEQNO_ADVANCED": SEQNO_ADVANCED,
-    "ADVANCED_EXTRAS": ADVANCED_EXTRAS,
-    "TAP_MUTATION": TAP_MUTATION,
-    "TAP_DELETION": TAP_DELETION,
-    "TAP_MUTATION_EXTRAS": TAP_MUTATION_EXTRAS,
-    "TAP_DELETION_EXTRAS": TAP_DELETION_EXTRAS,
-    "AT_TAP_MARKS": AT_TAP_MARKS,
-    "AT_TAP_HOPS": AT_TAP_HOPS,
-    "TAP_HOPS": TAP_HOPS,
-    "TAP_ACK": TAP_ACK,
-    "TAP_NO_VALUE": TAP_NO_VALUE,
-    "ALL_OPERATIONS": ALL_OPERATIONS,
-    "GET": GET,
-    "SET": SET,
-    "DELETE": DELETE,
-    "GETQ": GETQ,
-    "NOOP": NOOP,
-    "GETK": GETK,
-    "GETKQ": GETKQ,
-    "SETQ": SETQ,
-    "DELETEQ": DELETEQ,
-    "SET_WITH_META": SET_WITH_META,
-    "ADD": ADD,
-    "REPLACE": REPLACE,
-    "INCREMENT": INCREMENT,
-    "DECREMENT": DECREMENT,
-    "APPEND": APPEND,
-    "PREPEND": PREPEND,
-    "ADDQ": ADDQ,
-    "REPLACEQ": REPLACEQ,
-    "INCREMENTQ": INCREMENTQ,
-    "DECREMENTQ": DECREMENTQ,
-    "APPENDQ": APPENDQ,
-    "PREPENDQ": PREPENDQ,
-    "TOUCH": TOUCH,
-    "GAT": GAT,
-    "GATQ": GATQ,
-    "GATK": GATK,
-    "GATKQ": GATKQ,
-    "GET_LOCKED": GET_LOCKED,
-    "UNLOCK_KEY": UNLOCK_KEY,
-    "COUNT_EXTRAS": COUNT_EXTRAS,
-    "TOUCH_EXTRAS": TOUCH_EXTRAS,
-    "TOKEN_EXTRAS": TOKEN_EXTRAS,
-    "STORE_EXTRAS": STORE_EXTRAS,
-    "COPY_EXTRAS": COPY_EXTRAS,
-    "FLAGS_EXTRAS": FLAGS_EXTRAS,
-    "MONTH": MONTH,
-    "DEFAULT_LOCK": DEFAULT_LOCK,
-}
+LAYOUT = {layout_rows[row].name.decode(): layout_rows[row].number for row in range(LAYOUT_COUNT)}
 
 cdef uint64_t MAX_SEQNO = layout.MAX_SEQNO
 cdef uint64_t MAX_CAS = layout.MAX_CAS

@@ -21,12 +21,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include "_layout.h"
 
 enum {
     CELL_COLD = 0x00,
-    CELL_LARGE = 0xD6, /* MUTATION with the high bit */
+    CELL_LARGE = MUTATION | 0x80,
     COLD_EXTRAS = 20,  /* seqno, slot and offset of the file, length of the record */
-    COLD_HEAD = HEADER_BYTES + COLD_EXTRAS,
+    COLD_HEAD = HEADER_SIZE + COLD_EXTRAS,
     AT_COLD_PLACE = 32,
     AT_COLD_LENGTH = 40,
     LARGE_VALUE = 1024, /* bytes: values of at least this size are not in a block */
@@ -178,15 +179,15 @@ static void map_free_memory(map_block *b) {
 
 /* ── Cells ──────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
-static inline uint32_t cell_length(const uint8_t *c) { return HEADER_BYTES + get32(c + 8); }
-static inline uint32_t cell_key_length(const uint8_t *c) { return get16(c + 2); }
-static inline const uint8_t *cell_key(const uint8_t *c) { return c + HEADER_BYTES + c[4]; }
-static inline uint64_t cell_seqno(const uint8_t *c) { return get64(c + 24); }
-static inline uint32_t cell_died(const uint8_t *c) { return get32(c + 12); }
+static inline uint32_t cell_length(const uint8_t *c) { return HEADER_SIZE + get32(c + AT_BODY); }
+static inline uint32_t cell_key_length(const uint8_t *c) { return get16(c + AT_KEY_LENGTH); }
+static inline const uint8_t *cell_key(const uint8_t *c) { return c + HEADER_SIZE + c[AT_EXTRAS_LENGTH]; }
+static inline uint64_t cell_seqno(const uint8_t *c) { return get64(c + AT_SEQNO); }
+static inline uint32_t cell_died(const uint8_t *c) { return get32(c + AT_OPAQUE); }
 
 /* Bytes of a cell that count as live: a cell that was made cold in place is longer than its contents. */
 static inline uint32_t cell_needs(const uint8_t *c) {
-    return c[1] == CELL_COLD ? COLD_HEAD + cell_key_length(c) : cell_length(c);
+    return c[AT_OPCODE] == CELL_COLD ? COLD_HEAD + cell_key_length(c) : cell_length(c);
 }
 
 static inline PyObject *cell_object(const uint8_t *c) {
@@ -201,15 +202,15 @@ static inline void cell_set_object(uint8_t *c, PyObject *object) {
 
 /* The record of a cell that is not cold. */
 static inline const uint8_t *cell_record(const uint8_t *c) {
-    return c[1] == CELL_LARGE ? (const uint8_t *)PyBytes_AS_STRING(cell_object(c)) : c;
+    return c[AT_OPCODE] == CELL_LARGE ? (const uint8_t *)PyBytes_AS_STRING(cell_object(c)) : c;
 }
 
 static inline size_t cell_record_length(const uint8_t *c) {
-    if (c[1] == CELL_COLD) return get32(c + AT_COLD_LENGTH);
-    return c[1] == CELL_LARGE ? (size_t)PyBytes_GET_SIZE(cell_object(c)) : cell_length(c);
+    if (c[AT_OPCODE] == CELL_COLD) return get32(c + AT_COLD_LENGTH);
+    return c[AT_OPCODE] == CELL_LARGE ? (size_t)PyBytes_GET_SIZE(cell_object(c)) : cell_length(c);
 }
 
-static inline int cell_is_deletion(const uint8_t *c) { return c[1] != MUTATION_OPCODE && c[1] != CELL_LARGE && c[1] != CELL_COLD; }
+static inline int cell_is_deletion(const uint8_t *c) { return c[AT_OPCODE] != MUTATION && c[AT_OPCODE] != CELL_LARGE && c[AT_OPCODE] != CELL_COLD; }
 
 static void block_release(map_block *b) {
     if (--b->references) return;
@@ -598,19 +599,19 @@ static int map_reserve_cell(upper_map *m, uint32_t length) {
 }
 
 /* Remove an entry: its cell is dead for views that are taken from now on. */
-static void map_bury(upper_map *m, uint64_t slot) {
+static void map_kill(upper_map *m, uint64_t slot) {
     map_block *b = map_block_of(m, slot);
     uint8_t *c = map_cell(m, slot);
     size_t length = cell_record_length(c);
     m->size -= length;
-    if (c[1] == CELL_COLD) m->evicted -= length;
+    if (c[AT_OPCODE] == CELL_COLD) m->evicted -= length;
     if (cell_is_deletion(c)) m->tombstones--;
     m->live -= cell_needs(c);
     m->dead += cell_needs(c);
     b->dead += cell_needs(c);
-    put32(c + 12, m->epoch);
+    put32(c + AT_OPAQUE, m->epoch);
     m->died = 1;
-    if (c[1] == CELL_LARGE) {
+    if (c[AT_OPCODE] == CELL_LARGE) {
         if (b->references == 1) { /* no view needs it */
             PyObject *object = cell_object(c);
             cell_set_object(c, NULL);
@@ -643,8 +644,8 @@ static int map_clean_block(upper_map *m, uint32_t place, int apart) {
         if (to->room - to->used < needs) to = made;
         uint8_t *copy = to->cells + to->used;
         memcpy(copy, c, needs);
-        if (c[1] == CELL_COLD) put32(copy + 8, needs - HEADER_BYTES);
-        if (c[1] == CELL_LARGE) {
+        if (c[AT_OPCODE] == CELL_COLD) put32(copy + AT_BODY, needs - HEADER_SIZE);
+        if (c[AT_OPCODE] == CELL_LARGE) {
             Py_INCREF(cell_object(c));
             to->large++;
         }
@@ -687,15 +688,15 @@ static int map_renew(upper_map *m) {
 /* Add a well-formed record as the newest entry. `slot` and `tag` are those of its key; `object` is its bytes object, or
  * NULL if it has none. */
 static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot) {
-    uint32_t head = HEADER_BYTES + record[4] + cell_key_length(record);
-    int large = record[1] == MUTATION_OPCODE && length - head >= LARGE_VALUE;
+    uint32_t head = HEADER_SIZE + record[AT_EXTRAS_LENGTH] + cell_key_length(record);
+    int large = record[AT_OPCODE] == MUTATION && length - head >= LARGE_VALUE;
     uint32_t needs = large ? head + (uint32_t)sizeof object : (uint32_t)length;
     if (large) {
         if (object != NULL) Py_INCREF(object);
         else {
             object = PyBytes_FromStringAndSize((const char *)record, (Py_ssize_t)length);
             if (object == NULL) return -1;
-            put32((uint8_t *)PyBytes_AS_STRING(object) + 12, 0);
+            put32((uint8_t *)PyBytes_AS_STRING(object) + AT_OPAQUE, 0);
         }
     }
     if ((slot == NULL && map_reserve_slot(m, tag)) || map_reserve_cell(m, needs)) {
@@ -703,14 +704,14 @@ static int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObje
         PyErr_NoMemory();
         return -1;
     }
-    if (slot != NULL) map_bury(m, *slot);
+    if (slot != NULL) map_kill(m, *slot);
     map_block *b = m->chain[m->blocks - 1];
     uint8_t *c = b->cells + b->used;
     memcpy(c, record, large ? head : length);
-    put32(c + 12, 0);
+    put32(c + AT_OPAQUE, 0);
     if (large) {
-        c[1] = CELL_LARGE;
-        put32(c + 8, needs - HEADER_BYTES);
+        c[AT_OPCODE] = CELL_LARGE;
+        put32(c + AT_BODY, needs - HEADER_SIZE);
         cell_set_object(c, object);
         b->large++;
         m->objects_bytes += length;
@@ -770,9 +771,9 @@ static int map_move_out(upper_map *m, uint64_t slot, uint64_t place, uint32_t le
         b = copy;
         c = map_cell(m, slot);
     }
-    if (c[1] != CELL_COLD) {
+    if (c[AT_OPCODE] != CELL_COLD) {
         uint32_t keys = cell_key_length(c), spared = cell_length(c) - COLD_HEAD - keys;
-        PyObject *object = c[1] == CELL_LARGE ? cell_object(c) : NULL;
+        PyObject *object = c[AT_OPCODE] == CELL_LARGE ? cell_object(c) : NULL;
         m->size -= cell_record_length(c);
         m->size += length;
         m->evicted += length;
@@ -781,8 +782,8 @@ static int map_move_out(upper_map *m, uint64_t slot, uint64_t place, uint32_t le
             b->large--;
         }
         memmove(c + COLD_HEAD, cell_key(c), keys);
-        c[1] = CELL_COLD;
-        c[4] = COLD_EXTRAS;
+        c[AT_OPCODE] = CELL_COLD;
+        c[AT_EXTRAS_LENGTH] = COLD_EXTRAS;
         b->dead += spared;
         m->dead += spared;
         m->live -= spared;
@@ -810,7 +811,7 @@ static uint64_t map_newest(const upper_map *m) {
 static void map_forget(upper_map *m, uint64_t *slot) {
     uint64_t was = *slot;
     int newest = cell_seqno(map_cell(m, was)) == m->last;
-    map_bury(m, was);
+    map_kill(m, was);
     map_vacate(m, slot);
     if (newest) m->last = map_newest(m);
     map_clean(m);

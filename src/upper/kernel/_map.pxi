@@ -1,11 +1,5 @@
 # The records of a partition, compiled; part of _compiled.pyx. `plain_map` documents it, `_map.h` has the data structure.
 
-cdef extern from *:
-    """
-    #define HEADER_BYTES 24
-    #define MUTATION_OPCODE 0x56
-    """
-
 cdef extern from "_map.h":
     enum:
         CELL_COLD
