@@ -20,7 +20,7 @@ def findings(text: str) -> Iterator[str]:
     """Every place of a module that distinguishes dialects by name or identity."""
     for node in ast.walk(ast.parse(text)):
         match node:
-            case ast.Compare(left=left, comparators=others) if any(map(_identifies, (left, *others))):
+            case ast.Compare(left=left, comparators=others) if _distinguishes((left, *others)):
                 yield f"{node.lineno}: {ast.unparse(node)}"
             case ast.Match(subject=subject, cases=cases):
                 patterns = [
@@ -35,6 +35,12 @@ def findings(text: str) -> Iterator[str]:
                 yield f"{node.lineno}: {ast.unparse(node)}"
             case ast.Call(func=ast.Name("isinstance"), args=[_, kind]) if _identifies(kind):
                 yield f"{node.lineno}: {ast.unparse(node)}"
+
+
+def _distinguishes(operands: tuple[ast.expr, ...]) -> bool:
+    """Whether a comparison has a certain dialect, or two of them; whether there is one may be asked."""
+    absent = any(isinstance(each, ast.Constant) and each.value is None for each in operands)
+    return any(map(_identifies, operands)) or (any(map(_of_a_dialect, operands)) and not absent)
 
 
 def _identifies(node: ast.expr) -> bool:
@@ -77,6 +83,8 @@ def test_no_module_outside_wire_compares_a_dialect_by_name_or_identity(path: Pat
         "x = address.scheme == 'tap'",
         "x = 'dcp' == scheme",
         "x = chosen_dialect in (UPR, TAP)",
+        "x = stream.dialect is self.dialect",
+        "x = dialect == family(head)",
         "x = {'upr': 1, 'upr0': 2}[scheme]",
         "match self.dialect:\n    case x:\n        pass",
         "match scheme:\n    case 'tap':\n        pass",
@@ -90,6 +98,7 @@ def test_a_comparison_is_found_however_it_is_written(text: str) -> None:
     "text",
     [
         "x = dialect.flow_control",
+        "x = self.dialect is not None",
         "x = (self.dialect or UPR).encode(message)",
         "x = DIALECTS[name].positions",
         "log.info('%s', dialect.name)",

@@ -36,13 +36,6 @@ from upper.wire.codes import Status
 from upper.wire.tap import DUMPED, TAP
 
 THE_FUTURE = 2**62  # seconds since the epoch: a backfill from then on is empty
-OPCODES: dict[type[object], int] = {
-    MutationMessage: 0x41,
-    DeletionMessage: 0x42,
-    FlushMessage: 0x43,
-    TapOpaque: 0x44,
-    SetState: 0x45,
-}
 
 
 class TapFollower(Follower):
@@ -109,9 +102,8 @@ class TapFollower(Follower):
         super().failed(node, now, why)
 
     def on_message(self, node: NodeAddress, message: Message, now: float) -> list[Event]:
-        opcode = OPCODES.get(type(message))
-        if opcode is not None and getattr(message, "request_ack", False):
-            opaque = getattr(message, "opaque", 0)
+        if getattr(message, "request_ack", False):
+            opcode, opaque = TAP.opcode(type(message)), getattr(message, "opaque", 0)
             self._owed.setdefault(node, []).append(Acknowledged(opcode=opcode, opaque=opaque))
         match message:
             case MutationMessage() | DeletionMessage():
