@@ -110,9 +110,9 @@ def prebuilt(session: Any, path: Path) -> None:
         def read(self, partition: InputPartition) -> Iterator[Any]:
             import pyarrow
 
-            from upper.spark.worker import settle
+            from upper.spark.worker import prepare_process
 
-            settle()
+            prepare_process()
             batch = pyarrow.ipc.open_file(pyarrow.memory_map(name_of_file)).get_batch(0)
             left = partition.value
             while left > 0:

@@ -277,7 +277,7 @@ def at_rest(directory: Path, items: int) -> Iterator[Row]:
     home.mkdir()
     engine = Ours(home)
     writing([engine], items // BATCH, start=10_000_000)
-    engine.bucket.weigh()
+    engine.bucket.measure()
     yield Row(name="disk of a 116-byte item, journal", value=engine.bucket.journal.size / items, unit="bytes")
     engine.close()
     scale = 1_000_000 / items
@@ -347,14 +347,14 @@ async def overwriting(home: Path, items: int, *, compact: bool) -> tuple[float, 
             began = time.perf_counter()
             bucket.clock.move()
             kernel.run(request, 0, bucket.table, bucket.clock, bucket.pending, bytearray())
-            bucket.kick()
+            bucket.schedule_batch()
             await bucket.saved()
             if turn:
                 spent += time.perf_counter() - began
                 count += BATCH
                 if number % 10 == 0:
                     most = max(most, taken(home))
-    bucket.weigh()
+    bucket.measure()
     live, rewritten = bucket.live, bucket.compactor.rewritten
     bucket.close()
     return count / spent, most, live, rewritten / live

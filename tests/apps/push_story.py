@@ -91,4 +91,4 @@ def live_through(make: Callable[[], Destination], steps: Steps, source: ReplicaB
     source.planned = source.between = lambda: None
     for _ in range(8):
         push.round()
-    assert not push.unsettled
+    assert not push.incomplete

@@ -106,7 +106,7 @@ def test_an_output_at_any_earlier_commit_is_brought_to_the_newest(
             happen(world.bucket, events)
             world.round()
             take(world, turn)
-            while world.sync.unsettled:
+            while world.sync.incomplete:
                 world.round()
             copied = Memory(earlier[-1].position, dict(earlier[-1].state))
             bring_forward(world.lake, copied, world.runner)

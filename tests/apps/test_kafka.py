@@ -40,7 +40,7 @@ def target(servers: str, topic: str) -> KafkaTarget:
 def settle(push: Push) -> None:
     for _ in range(6):
         done = push.round()
-        if not push.unsettled and not done.rows:
+        if not push.incomplete and not done.rows:
             return
 
 

@@ -47,7 +47,7 @@ class Kept:
 
     def settle(self) -> None:
         self.sync.round()
-        while self.sync.unsettled:
+        while self.sync.incomplete:
             self.sync.round()
 
     def check(self) -> None:

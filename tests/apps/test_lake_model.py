@@ -160,10 +160,10 @@ class World:
         self.bucket.between = self.bucket.planned = lambda: None
         self.round()
         for _ in range(4):
-            if not self.sync.unsettled:
+            if not self.sync.incomplete:
                 break
             self.round()
-        assert not self.sync.unsettled
+        assert not self.sync.incomplete
         self.check_merged()
         self.sync.refresh()
         self.check_merged()

@@ -55,7 +55,7 @@ class Following:
     def settle(self) -> int:
         """Rounds until nothing is behind; how many committed."""
         commits = int(self.sync.round().number > 0)
-        while self.sync.unsettled:
+        while self.sync.incomplete:
             commits += self.sync.round().number > 0
         self.sync.refresh()
         return commits
@@ -455,7 +455,7 @@ def test_the_summary_of_a_sync_that_is_done_is_not_behind(following: Following, 
 def test_a_history_that_never_settles_is_reported(
     following: Following, bucket: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Sync, "unsettled", True)
+    monkeypatch.setattr(Sync, "incomplete", True)
     _once(
         following.sync,
         Maintainer(following.lake, Here(), SyncSettings().maintenance()),

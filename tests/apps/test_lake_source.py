@@ -88,7 +88,7 @@ class World:
             self.sync.round()
         for _ in range(8):
             self.follow()
-        assert not any(push.unsettled for push in self.pushes)
+        assert not any(push.incomplete for push in self.pushes)
         assert self.engine.versions() == versions(self.bucket)
         assert self.broker.live() == versions(self.bucket)
 

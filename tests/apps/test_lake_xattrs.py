@@ -45,7 +45,7 @@ class Followed:
     def settle(self) -> None:
         self.running.call(self.running.bucket.commit)
         self.sync.round()
-        while self.sync.unsettled:
+        while self.sync.incomplete:
             self.sync.round()
         self.sync.refresh()
 

@@ -63,7 +63,7 @@ def settle(push: Push) -> list[PushResult]:
     done: list[Any] = []
     for _ in range(6):
         done.append(push.round())
-        if not push.unsettled and not done[-1].rows:
+        if not push.incomplete and not done[-1].rows:
             break
     return done
 

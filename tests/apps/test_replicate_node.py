@@ -67,7 +67,7 @@ def pushes(source: Node | str, target: Node, **settings: object) -> dict[str, Pu
 def settle(directions: dict[str, Push], rounds: int = 8) -> None:
     for _ in range(rounds):
         carried = [push.round().rows for push in directions.values()]
-        if not any(carried) and not any(push.unsettled for push in directions.values()):
+        if not any(carried) and not any(push.incomplete for push in directions.values()):
             return
 
 
@@ -154,7 +154,7 @@ def test_a_key_that_is_locked_at_the_target_holds_up_its_partition_only(node: No
         source.set_many((f"k{n}", str(n)) for n in range(100))
         (push,) = pushes(node, other).values()
         assert push.round().waiting == 1
-        assert push.unsettled
+        assert push.incomplete
         assert len(target.get_many(f"k{n}" for n in range(100))) == 100
         target.unlock("locked", lock.cas)
         settle({"there": push})

@@ -140,7 +140,7 @@ def test_json_of_many_is_written_as_it_becomes_known() -> None:
 def test_with_json_sentences_are_not_printed_and_notes_go_to_standard_error() -> None:
     stdout, stderr = io.StringIO(), io.StringIO()
     out = Output(as_json=True, stdout=stdout, stderr=stderr)
-    out.say("ready")
+    out.print_line("ready")
     out.note("one node is slow")
     assert (stdout.getvalue(), stderr.getvalue()) == ("", "one node is slow\n")
 

@@ -10,7 +10,7 @@ import pytest
 from upper.cluster.active_copy import NEAR, PARKED, PAUSE, SILENCE
 from upper.cluster.bucket_map import BucketMap, BucketSettings, Epoch, NodeId, PartitionEntry
 from upper.cluster.copies import MapView, NodeCopies
-from upper.cluster.failover import Progress, distrusted, handed_over, promoted
+from upper.cluster.failover import Progress, after_damage, handed_over, promoted
 from upper.cluster.moves import without
 from upper.model.values import NO_BRANCH, BranchId, Partition, Seqno
 
@@ -121,7 +121,7 @@ def entry(
 
 @pytest.mark.parametrize("seed", range(200))
 def test_a_copy_that_is_passed_over_has_nothing_to_propose(seed: int) -> None:
-    """`settled` caches a part of `content`; after every event, both agree with the state."""
+    """`stable` caches a part of `content`; after every event, both agree with the state."""
     random, node = Random(seed), OneNode(entry())
     node.claim()
     high = 0
@@ -148,8 +148,8 @@ def test_a_copy_that_is_passed_over_has_nothing_to_propose(seed: int) -> None:
                 node.copies.active[P].attached(C, node.map.entries[0].epoch, Seqno(high), node.now)
         if (copy := node.copies.active.get(P)) is None:
             return  # handed over
-        passed_over, content = copy.settled and copy.replicated >= copy.durable, copy.content
-        copy.settled = False
+        passed_over, content = copy.stable and copy.replicated >= copy.durable, copy.content
+        copy.stable = False
         assert copy.content == content
         assert content or not passed_over
 
@@ -298,7 +298,7 @@ def test_what_was_acknowledged_before_a_copy_was_damaged_does_not_count() -> Non
     node.claim()
     node.write(5)
     node.acknowledge(B, 5)
-    node.read(distrusted(entry(in_sync="a"), B))
+    node.read(after_damage(entry(in_sync="a"), B))
     assert node.copies.proposals(node.now) == {}
     assert node.copies.active[P].ready
 

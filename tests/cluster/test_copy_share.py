@@ -53,7 +53,7 @@ def test_a_change_that_a_write_waits_for_does_not_wait_behind_copies(tmp_path: P
         share, chunk = WINDOW // COPIES, active.node.settings.streams.chunk
         await until(lambda: session.window.under_way >= share)
         active[0].write(b"urgent", b"v")
-        active.bucket.hasten()
+        active.bucket.start_large_batch()
         await until(lambda: copy[0].high == ITEMS + 1)
         assert session.window.under_way <= share + 2 * chunk, "the rest of the copy waits"
         disk.released.set()

@@ -194,7 +194,7 @@ BREAKERS: dict[str, Breaker] = {
         ActiveCopy, "proposal", lambda self, high, now: PROPOSAL(self, ZERO, now)
     ),
     "releases writes after an unknown outcome": Breaker(
-        ActiveCopy, "doubted", lambda self, entry: None, Shape(), MOVES_CUT, 140
+        ActiveCopy, "outcome_unknown", lambda self, entry: None, Shape(), MOVES_CUT, 140
     ),
     "answers reads while it hands over": Breaker(
         ActiveCopy, "ready", property(lambda self: self.watermark >= self.started), LOCAL, MOVES_CUT, 1220

@@ -16,7 +16,7 @@ from upper.model.messages import Message
 from upper.wire.codes import Side
 from upper.wire.packet import HEADER_SIZE, header
 from upper.wire.session import DIALECTS
-from upper.wire.show import pictures
+from upper.wire.show import decoded_packets
 from upper.wire.table import Dialect
 
 USUAL = settings().max_examples
@@ -107,9 +107,9 @@ def test_a_client_reads_messages_or_raises_a_protocol_error(
 @given(mutated(), st.none() | ANY_DIALECT)
 def test_every_packet_that_can_be_read_can_be_shown(data: bytes, dialect: Dialect | None) -> None:
     try:
-        for picture in pictures(data, dialect):
-            assert picture.table()
-            assert picture.record()
+        for decoded in decoded_packets(data, dialect):
+            assert decoded.table()
+            assert decoded.record()
     except RemoteProtocolError:
         pass
 

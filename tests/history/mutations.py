@@ -38,8 +38,8 @@ SAME = {
     "decide: asked.seqno <= ZERO": "no seqno is below 0",
     "decide: asked.branch > NO_BRANCH": "no branch is below 0",
     "decide: snapshot.start >= shared": "both answers then name the same seqno",
-    "settled: self.seqno >= self.snapshot.end": "no position lies after its snapshot",
-    "settled: self.seqno <= self.snapshot.start": "no position lies before its snapshot",
+    "narrowed: self.seqno >= self.snapshot.end": "no position lies after its snapshot",
+    "narrowed: self.seqno <= self.snapshot.start": "no position lies before its snapshot",
 }
 
 
@@ -61,7 +61,7 @@ SUBJECTS = (
     Subject("answer", resume),
     Subject("shared_until", FailoverLog),
     Subject("promoted", FailoverLog),
-    Subject("settled", Position),
+    Subject("narrowed", Position),
 )
 
 

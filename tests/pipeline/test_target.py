@@ -143,7 +143,7 @@ def test_a_target_without_any_lake_stays_equal_to_the_bucket(
     for _ in range(3):
         rounds.round()
     state = rounds.round()
-    assert not rounds.unsettled
+    assert not rounds.incomplete
     assert lag(seqnos(target.places()), state) == 0
     for held in bucket.partitions:
         assert target.live(Partition(held.id)) == {key: op.cas for key, op in held.items().items()}

@@ -82,5 +82,5 @@ def test_a_received_packet_is_stored_with_opaque_0_in_the_partition_that_it_is_s
     record = change.mutation(3, b"k", b"v", seqno=9, revision=2, cas=7)
     packet = kernel.join([change.mutation(8, b"k", b"v", seqno=9, revision=2, cas=7)], 0xDEADBEEF)
     assert packet[12:16] == b"\xde\xad\xbe\xef"
-    assert change.settled(packet, 3) == record
-    assert change.settled(record, 3) is record
+    assert change.as_stored(packet, 3) == record
+    assert change.as_stored(record, 3) is record

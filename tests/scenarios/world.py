@@ -207,7 +207,7 @@ class Session:
                 stream = Stream(
                     shard, self, request.opaque, request.start, end, whole, request.start, self.prefix
                 )
-                stream.resumes = at.settled().snapshot.start
+                stream.resumes = at.narrowed().snapshot.start
                 shard.streams.append(stream)
                 self.streams.append(stream)
                 if self.world.dialect.rows.get(StreamStart):

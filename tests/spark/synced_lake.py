@@ -53,7 +53,7 @@ class SyncedLake:
             lake = Lake.create(self.root, LakeLayout("default", self.node.partitions, 4))
             sync = Sync(lake, feed or BucketSource(self.node.url), self.runner)
             sync.round()
-            while sync.unsettled:
+            while sync.incomplete:
                 sync.round()
             sync.refresh()
 

@@ -109,7 +109,7 @@ def test_a_query_that_obeys_ends_equal_to_the_bucket(story: Story) -> None:
     def step(between: list[Event], *, again: bool = False, most: int | None = None) -> None:
         nonlocal offset
         bucket_state = bucket.bucket_state()
-        safe.update(plan.settled(offset, bucket_state))
+        safe.update(plan.consistent_ends(offset, bucket_state))
         end = through_json(plan.advance(offset, bucket_state, safe=safe, most_rows=most, record=True))
         found = plan.read_ranges(offset, end)
         if again:  # the batch was done, and its commit was not written
@@ -145,7 +145,7 @@ def test_a_query_of_a_spark_that_does_not_pass_the_start_offset_ends_equal_too(s
         bucket_state = bucket.bucket_state()
         end = plan.reported(bucket_state)
         if stood is not None and not restart:
-            end = plan.advance(stood, bucket_state, safe=plan.settled(stood, bucket_state))
+            end = plan.advance(stood, bucket_state, safe=plan.consistent_ends(stood, bucket_state))
         end = through_json(end)
         stood = plan.resolved(offset, end)
         happen(bucket, between)
@@ -168,9 +168,13 @@ def test_a_small_loss_sends_a_quiet_partition_back_a_little() -> None:
     for batch in range(200):
         for number in range(10):
             bucket.do(0, "mutation", b"%d" % (batch * 10 + number), b"")
-        offset = plan.advance(offset, bucket.bucket_state(), safe=plan.settled(offset, bucket.bucket_state()))
+        offset = plan.advance(
+            offset, bucket.bucket_state(), safe=plan.consistent_ends(offset, bucket.bucket_state())
+        )
         state = bucket.bucket_state()
-        offset = through_json(plan.advance(offset, state, safe=plan.settled(offset, state), record=True))
+        offset = through_json(
+            plan.advance(offset, state, safe=plan.consistent_ends(offset, state), record=True)
+        )
     assert len(offset.of(Partition(0)).safe.ends) <= 8
     for lost, most in ((50, 250), (500, 1500)):
         held = ModelBucket(PARTITIONS)
@@ -190,7 +194,7 @@ def test_a_batch_writes_down_what_is_settled_in_other_partitions() -> None:
     assert not offset.of(Partition(0)).is_safe
     bucket.do(1, "mutation", b"b", b"")
     state = bucket.bucket_state()
-    end = through_json(plan.advance(offset, state, safe=plan.settled(offset, state)))
+    end = through_json(plan.advance(offset, state, safe=plan.consistent_ends(offset, state)))
     assert end.of(Partition(0)).is_safe
     assert [each.partition for each in plan.read_ranges(offset, end)] == [1]
 

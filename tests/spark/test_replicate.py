@@ -44,7 +44,7 @@ def settle(push: Push) -> int:
     rows = 0
     for _ in range(6):
         rows += (done := push.round()).rows
-        if not push.unsettled and not done.rows:
+        if not push.incomplete and not done.rows:
             break
     return rows
 

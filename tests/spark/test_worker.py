@@ -10,7 +10,9 @@ import pytest
 
 
 def test_a_worker_process_ends_without_a_warning_of_a_library() -> None:
-    program = "import duckdb; from upper.spark.worker import settle; settle(); settle()"
+    program = (
+        "import duckdb; from upper.spark.worker import prepare_process; prepare_process(); prepare_process()"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -53,10 +55,10 @@ def test_the_program_upper_imports_no_pandas_and_a_program_that_calls_it_may() -
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is one of glibc")
-def test_a_settled_process_uses_the_memory_of_one_batch_for_the_next() -> None:
+def test_a_prepared_process_uses_the_memory_of_one_batch_for_the_next() -> None:
     program = """if True:
         import resource
-        from upper.spark.worker import settle
+        from upper.spark.worker import prepare_process
 
         def pages() -> int:
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -64,7 +66,7 @@ def test_a_settled_process_uses_the_memory_of_one_batch_for_the_next() -> None:
         def batch() -> list[bytes]:
             return [b"x" * 2_500_000 for _ in range(8)]
 
-        settle()
+        prepare_process()
         batch()
         before = pages()
         for _ in range(10):

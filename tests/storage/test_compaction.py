@@ -67,7 +67,7 @@ def test_small_partitions_share_a_file_and_large_ones_have_their_own(opened: Ope
     for n in range(9):
         bucket.partitions[0].write(b"big%d" % n, bytes(1 << 20))
         bucket.partitions[1 + n % 3].write(b"small%d" % n, bytes(1 << 10))
-    bucket.weigh()
+    bucket.measure()
     bucket.compact()
     files = [store.file for store in bucket.partitions]
     assert files[0] is not files[1]

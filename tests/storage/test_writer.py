@@ -45,18 +45,18 @@ def test_half_of_a_large_batch_leaves_at_once_and_less_at_the_end_of_the_turn(op
         await bucket.saved()
         before = bucket.ticket
         write(bucket, *range(2 * WORTH_A_BATCH - 1))
-        bucket.hasten()
+        bucket.start_large_batch()
         assert bucket.ticket == before
         write(bucket, 1)
-        bucket.hasten()
+        bucket.start_large_batch()
         assert bucket.ticket == before + 1
         assert not bucket.pending
         write(bucket, *range(5))
-        bucket.hasten()
+        bucket.start_large_batch()
         assert bucket.ticket == before + 1, "one batch at a time"
         await bucket.saved()
         write(bucket, *range(WORTH_A_BATCH - 1))
-        bucket.hasten()
+        bucket.start_large_batch()
         assert bucket.ticket == before + 2, "so few are not worth a batch of their own"
         await bucket.saved()  # they left when the turn was over, without another request
         bucket.close()
@@ -79,7 +79,7 @@ def test_a_large_batch_starts_before_subscribers_receive_the_last_one(opened: Op
         await bucket.saved()
         bucket.subscribe(listen)
         write(bucket, *range(WORTH_A_BATCH))
-        bucket.hasten()
+        bucket.start_large_batch()
         first = bucket.ticket - 1
         write(bucket, *range(count))
         await bucket.saved()
@@ -102,7 +102,7 @@ def test_everything_is_there_however_batches_were_cut(opened: Open, durability: 
         bucket.attach(asyncio.get_running_loop())
         for turn in range(300):
             write(bucket, *range(turn, turn + 5 * (turn % 29)))
-            bucket.hasten()
+            bucket.start_large_batch()
             if turn % 7 == 0:
                 await asyncio.sleep(0)
             if turn % 50 == 0:
@@ -153,7 +153,7 @@ def test_waiting_for_a_batch_that_is_being_written_returns_it(opened: Open) -> N
         bucket.attach(asyncio.get_running_loop())
         for number in range(40):
             write(bucket, *range(number, number + 2 * WORTH_A_BATCH))
-            bucket.hasten()
+            bucket.start_large_batch()
             write(bucket, number + 1)
             bucket.commit()
             assert bucket.done == bucket.ticket - 1

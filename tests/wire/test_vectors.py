@@ -25,7 +25,7 @@ from upper.model.values import BranchId, Partition, Seqno, State, Version
 from upper.wire.codes import Side
 from upper.wire.dcp import DCP
 from upper.wire.packet import header
-from upper.wire.show import pictures
+from upper.wire.show import decoded_packets
 from upper.wire.table import Dialect
 from upper.wire.tap import TAP
 from upper.wire.upr import UPR
@@ -60,10 +60,10 @@ def test_a_vector_read_and_written_again_is_the_same_bytes(vector: Vector) -> No
 
 @every
 def test_a_vector_has_the_name_and_the_fields_that_its_specification_gives_it(vector: Vector) -> None:
-    (picture,) = pictures(vector.on_the_wire, vector.dialect)
-    assert picture.name == vector.packet
-    assert picture.extras == vector.extras
-    assert picture.key == vector.key.encode()
+    (decoded,) = decoded_packets(vector.on_the_wire, vector.dialect)
+    assert decoded.name == vector.packet
+    assert decoded.extras == vector.extras
+    assert decoded.key == vector.key.encode()
 
 
 @every

@@ -77,11 +77,13 @@ def _verify(args: Namespace, root: LakeStore, out: Output) -> ExitCode:
         out.show(found)
     else:
         for problem in found.damaged:
-            out.say(problem)
+            out.print_line(problem)
         for difference in found.differences:
             keys = ", ".join(map(repr, difference.keys))
-            out.say(f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}")
-        out.say(found.sentence())
+            out.print_line(
+                f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}"
+            )
+        out.print_line(found.sentence())
     return ExitCode.OK if found.sound else ExitCode.DIFFERENT
 
 

@@ -235,7 +235,7 @@ def _rebalance(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
 
     if args.cancel:
         found = cancel_rebalance(store)
-        out.say("the rebalance was cancelled" if found else "no rebalance is running")
+        out.print_line("the rebalance was cancelled" if found else "no rebalance is running")
         return ExitCode.OK
     state = read_state(store)
     if state.rebalance is not None and not args.remove and not args.dry_run:
@@ -282,7 +282,7 @@ def wait_for_rebalance(
                 return
             store.wait("", after=state.revision, seconds=POLL)
             state = read_state(store, state)
-    out.say("the copies are spread as planned")
+    out.print_line("the copies are spread as planned")
 
 
 def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:

@@ -35,7 +35,7 @@ def status(args: Namespace, out: Output) -> ExitCode:
                 out.raw(b"\x1b[2J\x1b[H")
             out.show(rows, empty="no node has joined")
             for line in summary(document):
-                out.say(line)
+                out.print_line(line)
         if not args.watch:
             gone = any(not one["available"] for one in document["partitions"])
             return ExitCode.DIFFERENT if gone else ExitCode.OK

@@ -116,7 +116,7 @@ class NodeProcess:
             return None
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "nothing was logged"
 
@@ -173,7 +173,7 @@ def _wait_until_ready(nodes: list[NodeProcess], stopping: threading.Event) -> No
 def _check(nodes: list[NodeProcess]) -> None:
     for node in nodes:
         if (ended := node.ended) is not None:
-            raise ClusterError(f"{node.name} {ended}: {node.last_words()}; its log is {node.log}")
+            raise ClusterError(f"{node.name} {ended}: {node.last_log_line()}; its log is {node.log}")
 
 
 def _place(

@@ -16,7 +16,7 @@ from upper.cli.durations import seconds
 from upper.cli.output import Output
 
 if TYPE_CHECKING:
-    from upper.apps.push.follow import Follow, PushSettings, PushTotals, Tell
+    from upper.apps.push.follow import Follow, PushReport, PushSettings, PushTotals
     from upper.apps.push.rounds import PushRound
 
 
@@ -53,15 +53,15 @@ def add_metrics(parser: ArgumentParser) -> None:
     )
 
 
-def teller(out: Output) -> Tell:
+def progress_line(out: Output) -> PushReport:
     """Draws one line over itself on a terminal."""
 
-    def tell(totals: PushTotals, rounds: Sequence[PushRound]) -> None:
+    def report(totals: PushTotals, rounds: Sequence[PushRound]) -> None:
         if out.watched:
             state = "paused" if totals.paused else totals.trouble or f"behind {totals.behind:,} changes"
             out.draw(f"{totals.rows:,} changes · {totals.seconds:,.0f} s · {state}")
 
-    return tell
+    return report
 
 
 def run_until_stopped(following: Follow, out: Output, *, once: bool) -> None:

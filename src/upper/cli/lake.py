@@ -132,14 +132,14 @@ def _show(args: Namespace, out: Output) -> None:
         return
     ahead = "" if made.behind is None else f", {made.behind:,} changes behind the bucket"
     origin = "made by `upper import`" if made.imported else f"bucket {made.bucket!r}"
-    out.say(f"{origin}, {made.partitions} partitions in {made.groups} groups{ahead}")
+    out.print_line(f"{origin}, {made.partitions} partitions in {made.groups} groups{ahead}")
     whose = "its own" if made.imported else "the bucket's"
-    out.say(f"position: {made.seqnos:,} changes of {whose} history")
+    out.print_line(f"position: {made.seqnos:,} changes of {whose} history")
     out.show(made.tables)
     if made.trimmed:
-        out.say(f"changes are trimmed in {made.trimmed} partitions")
+        out.print_line(f"changes are trimmed in {made.trimmed} partitions")
     if made.rollbacks:
-        out.say(f"{made.rollbacks:,} rollbacks of partitions; what they took back is in `lost`:")
+        out.print_line(f"{made.rollbacks:,} rollbacks of partitions; what they took back is in `lost`:")
         nothing = "nothing: no change of the lake was lost"
         if args.rollbacks:
             out.show(made.lost, empty=nothing)

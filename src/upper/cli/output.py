@@ -80,7 +80,7 @@ class Output:
             rows = [plain(item, binary=bytes) for item in _items(value)]
             self._line("\n".join(_table(rows)) if rows else empty)
 
-    def say(self, sentence: str) -> None:
+    def print_line(self, sentence: str) -> None:
         """Write a sentence to standard output; with `--json` it is left out."""
         if not self.as_json:
             self._line(sentence)

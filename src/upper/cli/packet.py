@@ -32,15 +32,15 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, out: Output) -> ExitCode:
     from upper.wire.session import DIALECTS
-    from upper.wire.show import pictures
+    from upper.wire.show import decoded_packets
 
     given = (sys.stdin.read() if part == "-" else part for part in args.hex)
     data = parse_hex(" ".join(given))
     if not data:
         raise ProtocolError("no packet is given; write one in hex", at=0)
-    for number, picture in enumerate(pictures(data, DIALECTS[args.dialect] if args.dialect else None)):
-        text = picture.table()
-        out.show(picture.record(), text=f"\n{text}" if number else text)
+    for number, decoded in enumerate(decoded_packets(data, DIALECTS[args.dialect] if args.dialect else None)):
+        text = decoded.table()
+        out.show(decoded.record(), text=f"\n{text}" if number else text)
     return ExitCode.OK
 
 

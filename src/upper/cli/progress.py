@@ -24,14 +24,14 @@ def share_done(out: Output, what: str) -> Iterator[Callable[[float], None]]:
     with out.progress(what, PERCENT) as bar:
         shown = 0
 
-        def tell(share: float) -> None:
+        def report(share: float) -> None:
             nonlocal shown
             now = min(PERCENT, int(share * PERCENT))
             if now > shown:
                 bar.advance(now - shown)
                 shown = now
 
-        yield tell
+        yield report
 
 
 class SyncProgress:
@@ -52,7 +52,7 @@ class SyncProgress:
         if self._drawn:
             self._out.draw("")
 
-    def tell(self, progress: SyncTotals, batch: SyncRound | None) -> None:
+    def report(self, progress: SyncTotals, batch: SyncRound | None) -> None:
         """One round is over."""
         now = time.monotonic()
         if batch is not None and batch.number:

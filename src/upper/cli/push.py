@@ -34,7 +34,7 @@ from upper.cli.common import (
     setting,
     url_of,
 )
-from upper.cli.following import add_following, add_metrics, push_settings, run_until_stopped, teller
+from upper.cli.following import add_following, add_metrics, progress_line, push_settings, run_until_stopped
 from upper.cli.output import ExitCode, Output
 from upper.cli.workers import add_workers, worker_settings
 from upper.errors import InvalidArguments
@@ -112,19 +112,19 @@ def run(args: Namespace, out: Output) -> ExitCode:
     from upper.apps.push.rounds import Push
     from upper.spark.workers import workers
 
-    show = teller(out)
+    show = progress_line(out)
     with (
         _origin(args) as origin,
         _rejections(args.rejected) as write,
         workers("upper push", worker_settings(args)) as make,
     ):
 
-        def tell(totals: PushTotals, rounds: Sequence[PushRound]) -> None:
+        def report(totals: PushTotals, rounds: Sequence[PushRound]) -> None:
             write(rounds)
             show(totals, rounds)
 
         push = Push(origin.source, _target(args, origin), make(), new_history=args.new_history)
-        following = Follow({"there": push}, push_settings(args), tell=tell)
+        following = Follow({"there": push}, push_settings(args), report=report)
         run_until_stopped(following, out, once=args.once)
     return ExitCode.OK
 

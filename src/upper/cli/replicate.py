@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from upper.cli.common import url_of
-from upper.cli.following import add_following, add_metrics, push_settings, run_until_stopped, teller
+from upper.cli.following import add_following, add_metrics, progress_line, push_settings, run_until_stopped
 from upper.cli.output import ExitCode, Output
 from upper.cli.workers import add_workers, worker_settings
 
@@ -74,7 +74,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
             following = Follow(
                 replication.pushes(make()),
                 push_settings(args),
-                tell=teller(out),
+                report=progress_line(out),
                 paused=replication.paused,
             )
             run_until_stopped(following, out, once=args.once)

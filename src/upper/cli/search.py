@@ -48,5 +48,5 @@ def run(args: Namespace, out: Output) -> ExitCode:
         return ExitCode.OK
     out.show(rows, empty="no hits")
     if found.total > len(rows):
-        out.say(f"{found.total:,} hits; --limit shows more")
+        out.print_line(f"{found.total:,} hits; --limit shows more")
     return ExitCode.OK

@@ -170,10 +170,16 @@ def run(args: Namespace, out: Output) -> ExitCode:
     try:
         with SyncProgress(out) as shown:
             if args.metrics_port is None:
-                summary = follow(url_of(args), store, settings, tell=shown.tell, stopping=_stopping)
+                summary = follow(url_of(args), store, settings, report=shown.report, stopping=_stopping)
             else:
                 summary = serve_one(
-                    url_of(args), store, settings, args.metrics_port, out, tell=shown.tell, stopping=_stopping
+                    url_of(args),
+                    store,
+                    settings,
+                    args.metrics_port,
+                    out,
+                    report=shown.report,
+                    stopping=_stopping,
                 )
     except KeyboardInterrupt:
         out.note("upper: stopped; the next sync resumes from the last commit")

@@ -31,7 +31,7 @@ def serve_config(path: Path, port: int | None, out: Output, *, stopping: Callabl
 
 
 def _follower(lake: LakeConfig, metrics: LakeMetrics) -> LakeFollower:
-    return LakeFollower(lake.url, lake.store, lake.settings, name=lake.name, tell=metrics.tell)
+    return LakeFollower(lake.url, lake.store, lake.settings, name=lake.name, report=metrics.report)
 
 
 def serve_one(
@@ -41,17 +41,17 @@ def serve_one(
     port: int,
     out: Output,
     *,
-    tell: Report,
+    report: Report,
     stopping: Callable[[], None],
 ) -> SyncTotals:
     """Follow one lake, with metrics on a port."""
 
     def follower(metrics: LakeMetrics) -> LakeFollower:
         def both(progress: SyncTotals, done: SyncRound | None) -> None:
-            metrics.tell(progress, done)
-            tell(progress, done)
+            metrics.report(progress, done)
+            report(progress, done)
 
-        return LakeFollower(url, store, settings, tell=both)
+        return LakeFollower(url, store, settings, report=both)
 
     service = Service(settings.workers)
     progress = service.add(follower).progress

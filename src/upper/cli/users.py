@@ -64,7 +64,7 @@ def run(args: Namespace, out: Output) -> ExitCode:
     save_users(args.file, changed)
     after = changed.find(args.name)
     roles = "" if after is None else f"; roles: {', '.join(after.roles.names)}"
-    out.say(f"{args.file}: {text_of(args.name)} {done}{roles}")
+    out.print_line(f"{args.file}: {text_of(args.name)} {done}{roles}")
     return ExitCode.OK
 
 

@@ -148,18 +148,18 @@ def run(arguments: list[str], *, begin: Callable[[], None] = lambda: None) -> in
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BROKEN_PIPE
     except UpperError as error:
-        return _complain(error, str(error), code=error.exit_code)
+        return _print_error(error, str(error), code=error.exit_code)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in PIPELINE:
             raise
-        return _complain(
+        return _print_error(
             error,
             f"this verb needs {error.name}, which is not installed; run: pip install 'upper-kv[spark]'",
             code=NotInstalled.exit_code,
         )
     except OSError as error:
         lost = isinstance(error, (ConnectionError, TimeoutError))
-        return _complain(error, _sentence(error), code=ExitCode.UNREACHABLE if lost else ExitCode.USAGE)
+        return _print_error(error, _sentence(error), code=ExitCode.UNREACHABLE if lost else ExitCode.USAGE)
 
 
 def _run(arguments: list[str], begin: Callable[[], None]) -> int:
@@ -214,7 +214,7 @@ def _unknown(name: str) -> int:
     return ExitCode.USAGE
 
 
-def _complain(error: Exception, sentence: str, *, code: int) -> int:
+def _print_error(error: Exception, sentence: str, *, code: int) -> int:
     if os.environ.get("UPPER_DEBUG"):
         import traceback
 

@@ -45,6 +45,8 @@ def run(args: Namespace, out: Output) -> ExitCode:
     else:
         for difference in verdict.differences:
             keys = ", ".join(map(repr, difference.keys))
-            out.say(f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}")
-        out.say(verdict.sentence())
+            out.print_line(
+                f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}"
+            )
+        out.print_line(verdict.sentence())
     return ExitCode.DIFFERENT if verdict.differences else ExitCode.OK

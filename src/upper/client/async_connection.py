@@ -19,7 +19,16 @@ from typing import cast
 from upper.client.bucket import GATHER
 from upper.client.link import Answer, Link, Purpose, finals
 from upper.client.login import Login
-from upper.client.sockets import ConnectOptions, hung_up, late, lost, no_node, no_tls, prepare, reason_of
+from upper.client.sockets import (
+    ConnectOptions,
+    closed_by_node,
+    late,
+    lost,
+    no_node,
+    no_tls,
+    prepare,
+    reason_of,
+)
 from upper.client.url import NodeAddress
 from upper.errors import RemoteProtocolError, Unreachable, UpperError
 from upper.wire.codes import Opcode
@@ -234,7 +243,7 @@ async def _log_in(
         return
     except (OSError, Unreachable):
         connection.close()
-        raise hung_up(node, plain=access.tls is None) from None
+        raise closed_by_node(node, plain=access.tls is None) from None
     except RemoteProtocolError:
         connection.close()
         raise no_node(node) from None

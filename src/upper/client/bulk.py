@@ -103,7 +103,7 @@ class ColumnDecoder:
         self._inside: set[Partition] = set()
         self._touched: set[Partition] = set()  # partitions whose position has moved
         self.rows = 0
-        self.settled = True  # whether everything that the consumers have counted has been yielded
+        self.delivered_all = True  # whether everything that the consumers have counted has been yielded
 
     def received(
         self, node: NodeAddress, data: bytes, now: float
@@ -118,7 +118,7 @@ class ColumnDecoder:
             return
         data = connection.frames.feed(data)
         end, _, others = kernel.scan(data, 0, self._seqnos, dcp=self._shipped)
-        self.settled = False
+        self.delivered_all = False
         by_parts = self._by_parts(data, others)
         if by_parts:
             # To have the position of a consumer at one of these messages, counting stops there.
@@ -171,7 +171,7 @@ class ColumnDecoder:
         self._move_inside()  # the position to resume from, should the connection end here
         if end > start:
             yield from self._decoded(data, start, end)
-        self.settled = True
+        self.delivered_all = True
 
     def _by_parts(self, data: bytes, others: list[int]) -> bool:
         """Whether changes may be on both sides of a message that separates batches.

@@ -157,9 +157,9 @@ class Follower:
     def wants_map(self, now: float) -> bool:
         if self._undone[None] and self._learn_at is None:
             self._learn_at = now
-        return any(at is not None and at <= now for at in (self._learn_at, self._doubts_at()))
+        return any(at is not None and at <= now for at in (self._learn_at, self._silent_too_long_at()))
 
-    def _doubts_at(self) -> float | None:
+    def _silent_too_long_at(self) -> float | None:
         """When a node will have been silent for so long that its partitions may be elsewhere."""
         if len(self.routes.nodes) < 2 or not self.connections:
             return None
@@ -174,7 +174,7 @@ class Follower:
     def wakes_at(self) -> float | None:
         """When `tick` must be called at the latest."""
         times = [*self._retries.values(), *(self._not_before.get(node, 0.0) for node in self._missing())]
-        times += [at for at in (self._learn_at, self._doubts_at()) if at is not None]
+        times += [at for at in (self._learn_at, self._silent_too_long_at()) if at is not None]
         if self._noop:
             times += [connection.active_at + 2 * self._noop for connection in self.connections.values()]
         return min(times, default=None)

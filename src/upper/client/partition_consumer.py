@@ -79,7 +79,7 @@ class PartitionConsumer:
         self._rollback_to: Seqno | None = (
             None  # the rollback that the producer requires, until its log arrives
         )
-        self._settling = False  # the stream is requested only to complete the present snapshot
+        self._completing = False  # the stream is requested only to complete the present snapshot
 
     @property
     def known(self) -> ResumePoints:
@@ -171,10 +171,10 @@ class PartitionConsumer:
         # The connection was lost inside the last snapshot, past the wanted end: what remains to be consistent
         # are the changes up to now, if any.
         inside = position.seqno != self.stream.consistent_at
-        self._settling = inside and end == position.seqno and bool(flags & StreamFlag.WHOLE_SNAPSHOTS)
+        self._completing = inside and end == position.seqno and bool(flags & StreamFlag.WHOLE_SNAPSHOTS)
         if inside and self._bounds:
             end = max(end, position.snapshot.end)
-        elif self._settling:
+        elif self._completing:
             flags, end = flags | StreamFlag.UNTIL_NOW, NO_END
         request = StreamRequest(
             partition=self.partition,
@@ -237,7 +237,7 @@ class PartitionConsumer:
         if reason == EndReason.OK and self.until is not None:
             stream = self.stream
             stream.finished()
-            if self._settling and stream.seqno != stream.consistent_at:
+            if self._completing and stream.seqno != stream.consistent_at:
                 stream.trail.reached(stream.seqno)
                 return [self.snapshot_end(stream.seqno)]
         if reason == EndReason.STATE_CHANGED:

@@ -28,7 +28,7 @@ MAX_PROTOCOL_ERRORS = 5  # connections in a row that may break the protocol befo
 class Decoder(Protocol[T]):
     """Turns the bytes of a connection into what the application gets; rollbacks are always events."""
 
-    settled: bool  # whether everything that the consumers have counted has been delivered
+    delivered_all: bool  # whether everything that the consumers have counted has been delivered
 
     def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[T | Rollback]: ...
 
@@ -77,7 +77,7 @@ class Reader(Generic[T]):
             self._items = None
             self.reconnects_for_errors += 1
             # Where consumers are ahead of what was delivered, resuming from them would lose the difference.
-            if self.reconnects_for_errors >= MAX_PROTOCOL_ERRORS or not self._decoder.settled:
+            if self.reconnects_for_errors >= MAX_PROTOCOL_ERRORS or not self._decoder.delivered_all:
                 raise
             self.follower.drop(node, now, error)
             return None
@@ -202,7 +202,7 @@ class Reader(Generic[T]):
 class EventDecoder:
     """Bytes of a connection as events, one by one."""
 
-    settled = True
+    delivered_all = True
 
     def __init__(self, follower: Follower) -> None:
         follower.with_xattrs = True

@@ -119,7 +119,7 @@ def open_socket(
         raise TimedOut(f"{node} accepted the connection and did not respond; is it a node?") from None
     except OSError:
         connection.close()
-        raise hung_up(node, plain=access.tls is None) from None
+        raise closed_by_node(node, plain=access.tls is None) from None
     except RemoteProtocolError:
         connection.close()
         raise no_node(node) from None
@@ -144,7 +144,7 @@ def prepare(connection: socket.socket | TransportSocket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def hung_up(node: NodeAddress, *, plain: bool) -> Unreachable:
+def closed_by_node(node: NodeAddress, *, plain: bool) -> Unreachable:
     tls = "does it require TLS (uprs://), or " if plain else ""
     return Unreachable(f"{node} closed the connection during login; {tls}is it not a node?")
 
@@ -171,7 +171,7 @@ def _log_in(steps: Login, node: NodeAddress, connection: socket.socket, deadline
             while not answers:
                 data = connection.recv(READ)
                 if not data:
-                    raise hung_up(node, plain=not isinstance(connection, ssl.SSLSocket))
+                    raise closed_by_node(node, plain=not isinstance(connection, ssl.SSLSocket))
                 answers = link.receive(data)
             packet = steps.send(answers[0])
     except StopIteration:

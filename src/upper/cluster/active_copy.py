@@ -24,7 +24,7 @@ class ActiveCopy(InSyncTracker):
     """What an active copy waits for, and the changes of the map that it proposes."""
 
     __slots__ = (
-        "_goal", "_offered", "_parked_at", "_retry_at", "away", "settings", "settled", "uncertain"
+        "_goal", "_offered", "_parked_at", "_retry_at", "away", "settings", "stable", "uncertain"
     )  # fmt: skip
 
     def __init__(
@@ -42,7 +42,7 @@ class ActiveCopy(InSyncTracker):
         self._retry_at = 0.0
         self._offered = False  # a handover was proposed, and its outcome is not known yet
         self.uncertain = False  # its outcome is unknown: it may still be stored
-        self.settled = False  # if so, `content` depends on `replicated` and `durable` alone
+        self.stable = False  # if so, `content` depends on `replicated` and `durable` alone
         self.settings = settings
         self.away: frozenset[NodeId] = frozenset()  # nodes whose lease is over: they do not join
         super().__init__(node, entry, durable)
@@ -118,7 +118,7 @@ class ActiveCopy(InSyncTracker):
                 self._goal[node] = (goal, since) if self.held(node) < goal else (self.durable, now)
 
     def join(self, node: NodeId) -> None:
-        self.settled = False
+        self.stable = False
         super().join(node)
 
     def _join(self, node: NodeId, now: float) -> None:
@@ -144,13 +144,13 @@ class ActiveCopy(InSyncTracker):
         """Whether there is nothing to propose, and nothing that time will change."""
         if self.replicated < self.durable:
             return False
-        if self.settled:
+        if self.stable:
             return True
         entry = self.entry
         if entry.moving_to is not None or self.joining or self.parked or self._offered or self.uncertain:
             return False
-        self.settled = len(entry.in_sync) == len(entry.replicas) + 1
-        return self.settled or not self._caught_up()
+        self.stable = len(entry.in_sync) == len(entry.replicas) + 1
+        return self.stable or not self._caught_up()
 
     def parking(self, now: float) -> bool:
         """Whether writes are to be held back now, because the partition is to be handed over."""
@@ -199,17 +199,17 @@ class ActiveCopy(InSyncTracker):
                 found.add(node)
         return frozenset(found)
 
-    def doubted(self, entry: PartitionEntry) -> None:
+    def outcome_unknown(self, entry: PartitionEntry) -> None:
         """The outcome of the proposal `entry` is not known."""
         if entry.epoch != self.entry.epoch:
-            self.settled, self.uncertain = False, True
+            self.stable, self.uncertain = False, True
 
     def fenced(self) -> None:
         self._offered = self.uncertain = False
         super().fenced()
 
     def observed(self, entry: PartitionEntry) -> None:
-        self.settled = False
+        self.stable = False
         if entry.epoch > self.entry.epoch:
             self._offered = self.uncertain = False
             self.forget(held=False, silent=True)

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 from upper.cluster.active_copy import ActiveCopy
 from upper.cluster.bucket_map import BucketMap, Epoch, NodeId, PartitionEntry
-from upper.cluster.failover import Progress, distrusted
+from upper.cluster.failover import Progress, after_damage
 from upper.cluster.in_sync import accepts
 from upper.model.values import BranchId, Partition, Seqno
 
@@ -260,7 +260,7 @@ class NodeCopies:
             if self.node in entry.in_sync:
                 wanted[partition] = entry.shrunk(self.node)
         for partition, copy in self.active.items():
-            if (copy.settled and copy.replicated >= copy.durable) or copy.content:
+            if (copy.stable and copy.replicated >= copy.durable) or copy.content:
                 continue  # most of them, 50 times a second
             parked, ready = copy.parked, copy.ready
             if copy.parking(now) != parked:
@@ -278,7 +278,7 @@ class NodeCopies:
         assert self.view is not None
         entries = self.view.bucket_map.entries
         return {
-            partition: distrusted(entries[partition], self.node)
+            partition: after_damage(entries[partition], self.node)
             for partition in self._damaged
             if self.node in entries[partition].copies
         }
@@ -287,7 +287,7 @@ class NodeCopies:
         self._claimed = True
         self._current = self._current or (self._allowed and self._proposed_under == self._lease)
         for partition, copy in self.active.items():
-            if copy.settled:
+            if copy.stable:
                 continue  # no earlier proposal of it is open
             before = copy.watermark, copy.ready
             copy.fenced()
@@ -299,7 +299,7 @@ class NodeCopies:
     def unknown(self, proposed: Mapping[Partition, PartitionEntry]) -> None:
         for partition, entry in proposed.items():
             if (copy := self.active.get(partition)) is not None:
-                copy.doubted(entry)
+                copy.outcome_unknown(entry)
 
     # ── Serving ───────────────────────────────────────────────────────────────────────────────────
 

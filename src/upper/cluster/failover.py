@@ -89,7 +89,7 @@ def handed_over(entry: PartitionEntry, to: NodeId) -> PartitionEntry | None:
     return replace(after, replicas=replicas, in_sync=entry.in_sync - {entry.active})
 
 
-def distrusted(entry: PartitionEntry, node: NodeId) -> PartitionEntry:
+def after_damage(entry: PartitionEntry, node: NodeId) -> PartitionEntry:
     """The entry after the copy on `node` may have lost changes that it acknowledged.
 
     The epoch is raised: what the copy acknowledged before no longer counts. The active role goes

@@ -356,7 +356,7 @@ class ProducerStream:
             effects = (CloseSnapshot(self.sent),)
         if self.sent >= self.until:
             return *effects, *self._finish(EndReason.OK)
-        return effects + self._go_on()
+        return effects + self._continue()
 
     def join(self) -> None:
         """From here on the driver sends each commit to many streams at once, until `leave`."""
@@ -373,7 +373,7 @@ class ProducerStream:
         if self.phase is not Sending.BEHIND:
             return NOTHING
         self._move(SendCue.ROOM)
-        return self._go_on()
+        return self._continue()
 
     def acknowledged(self) -> Effects:
         """The consumer confirmed the state that it was sent."""
@@ -420,7 +420,7 @@ class ProducerStream:
             self._move(SendCue.NOTED)
         return NOTHING
 
-    def _go_on(self) -> Effects:
+    def _continue(self) -> Effects:
         """A snapshot was sent, or the connection has space again: flush, read on, or become live."""
         effects = self._waiting_flush()
         if effects and self.sent >= self.until:

@@ -66,7 +66,7 @@ def decide(
         return RollbackTo(ZERO, f"deletions up to {purged} are purged")
     if shared is None:
         return RollbackTo(ZERO, "no history in common")
-    snapshot = asked.settled().snapshot
+    snapshot = asked.narrowed().snapshot
     if snapshot.end <= shared:
         return Resume(asked)
     # A snapshot that reaches past the common history has only the later version of a key that changed before

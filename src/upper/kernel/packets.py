@@ -55,7 +55,7 @@ def flat(data: Buffer) -> bytes | bytearray | memoryview:
     return view.cast("B")
 
 
-def solid(data: Buffer) -> bytes:
+def as_bytes(data: Buffer) -> bytes:
     return data if type(data) is bytes else bytes(flat(data))
 
 

@@ -13,12 +13,12 @@ from zlib import crc32 as crc32
 from upper.kernel.packets import (
     NANOSECONDS,
     Buffer,
+    as_bytes,
     check_record,
     fits_opaque,
     not_a_change,
     numbers,
     short,
-    solid,
     truncated,
     within,
 )
@@ -171,7 +171,7 @@ def replay(data: Buffer, start: int, end: int, tables: list[RecordMap], highs: a
     `tables[partition]` has the records of a partition, `highs` an array("Q") of their seqnos. Stops at the
     first packet that is not a whole, well-formed change of a partition that both have, and at `end`.
     """
-    data = solid(data)
+    data = as_bytes(data)
     within(start, end, len(data))
     numbers(highs)
     at, count = start, min(len(tables), len(highs))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from upper.kernel.packets import BETWEEN, INSIDE, Buffer, solid, within
+from upper.kernel.packets import BETWEEN, INSIDE, Buffer, as_bytes, within
 from upper.kernel.plain_log import Log
 from upper.kernel.plain_run import Table
 from upper.record.change import snapshot_end, snapshot_start
@@ -70,7 +70,7 @@ def apply(
     Returns where it stopped, the number of changes, their highest CAS, whether `pending` got facts, and the
     records that expire.
     """
-    data = solid(data)
+    data = as_bytes(data)
     within(start, len(data), len(data))
     at, size, count = start, len(data), min(len(tables), len(inside))
     changes = highest = 0

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 from zlib import crc32
 
-from upper.kernel.packets import Buffer, bad_key, check_extras, no_response, short_answer, solid
+from upper.kernel.packets import Buffer, as_bytes, bad_key, check_extras, no_response, short_answer
 from upper.kernel.plain_scan import packets
 from upper.record.layout import ANSWERED, HEADER, HEADER_SIZE, MAX_BODY, MAX_VALUE, REQUEST, RESPONSE
 from upper.wire.codes import Opcode
@@ -117,7 +117,7 @@ def answers(data: Buffer, kind: type[T]) -> tuple[int, list[T]]:
     `kind` is a named tuple of opcode, status, opaque, CAS, extras, key, value and data type. Errors are those
     of `scan`; a request is BadMagic.
     """
-    data = solid(data)
+    data = as_bytes(data)
     found: list[T] = []
     end = len(data) - len(data) % HEADER_SIZE
     if end and _bare(data, end):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from upper.kernel.packets import Buffer, Columns, check_range, flat, no_branch, numbers, solid, within
+from upper.kernel.packets import Buffer, Columns, as_bytes, check_range, flat, no_branch, numbers, within
 from upper.kernel.plain_scan import records, whole
 from upper.record.layout import (
     AT_BODY,
@@ -102,7 +102,7 @@ def _stored(data: Buffer, start: int, end: int, dcp: bool) -> tuple[Buffer, int,
 
 def attributed(data: Buffer, start: int, end: int) -> list[tuple[int, int]]:
     """The changes of DCP with extended attributes: the row of each in `columns`, and its offset."""
-    data = solid(data)
+    data = as_bytes(data)
     within(start, end, len(data))
     packets = enumerate(whole(data, start, end, dcp=True))
     return [(row, at) for row, (at, *_) in packets if data[at + AT_DATA_TYPE] & DataType.XATTR]

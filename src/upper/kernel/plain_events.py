@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from upper.kernel.packets import AT_DCP_META, Buffer, solid, within
+from upper.kernel.packets import AT_DCP_META, Buffer, as_bytes, within
 from upper.kernel.plain_scan import packets
 from upper.record.layout import (
     AT_DATA_TYPE,
@@ -50,7 +50,7 @@ def events(
     not among the consumers), and before a change with extended attributes. The opaque of a stream is the
     number of its partition.
     """
-    data = solid(data)
+    data = as_bytes(data)
     within(start, end, len(data))
     found: list[Made] = []
     at = start

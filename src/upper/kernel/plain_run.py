@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Final
 
-from upper.kernel.packets import Buffer, not_ours, solid, within
+from upper.kernel.packets import Buffer, as_bytes, not_ours, within
 from upper.kernel.plain_commands import (
     EXTENDS,
     LAST_SECOND,
@@ -159,7 +159,7 @@ def run(
     `reads`, `writes`: what the peer may do; anything else stops the run. `longest_lock`: in seconds.
     `counts`: what was answered is added to it.
     """
-    data = solid(data)
+    data = as_bytes(data)
     size = len(data)
     within(start, size, size)
     at, waits, sets = start, False, 0

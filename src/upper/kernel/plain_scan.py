@@ -11,12 +11,12 @@ from upper.kernel.packets import (
     DCP_EXTRAS,
     MAX_RANGE,
     Buffer,
+    as_bytes,
     bad_change,
     bad_length,
     bad_magic,
     flat,
     numbers,
-    solid,
     too_large,
     truncated,
     within,
@@ -174,7 +174,7 @@ def scan(
 
 def records(data: Buffer, start: int, end: int, *, dcp: bool = False) -> list[bytes]:
     """The changes between `start` and `end`, whole packets, as records; other packets are left out."""
-    data = solid(data)
+    data = as_bytes(data)
     within(start, end, len(data))
     found: list[bytes] = []
     for at, past, opcode, klen, _ in whole(data, start, end, dcp):

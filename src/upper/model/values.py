@@ -78,7 +78,7 @@ class Position:
         """A position at the end of a snapshot, where a consumer is consistent."""
         return cls(branch, seqno, Snapshot.at(seqno))
 
-    def settled(self) -> Position:
+    def narrowed(self) -> Position:
         """The same position, with its snapshot narrowed if the position is on one of its edges."""
         if self.seqno == self.snapshot.end or self.seqno == self.snapshot.start:
             return Position.at(self.branch, self.seqno)

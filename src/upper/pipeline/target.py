@@ -109,7 +109,7 @@ class Rounds(Generic[A]):
         self._hints: Mapping[Partition, RollbackHint] = {}  # what producers answered in the last round
 
     @property
-    def unsettled(self) -> bool:
+    def incomplete(self) -> bool:
         """True if the last round met a history that had branched: the next one corrects it."""
         return bool(self._hints)
 

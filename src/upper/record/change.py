@@ -108,7 +108,7 @@ def snapshot_end(partition: int) -> bytes:
     return HEADER.pack(REQUEST, SNAPSHOT_END, 0, 0, 0, partition, 0, 0, 0)
 
 
-def settled(record: bytes, partition: int) -> bytes:
+def as_stored(record: bytes, partition: int) -> bytes:
     """The record as it is stored: opaque 0, in this partition, whatever the sender wrote there."""
     if record[AT_OPAQUE:AT_CAS] == NO_OPAQUE and partition_of_record(record) == partition:
         return record

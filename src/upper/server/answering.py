@@ -51,7 +51,7 @@ class AnsweringConnection(PeerRights):
         """Write, or hold until the batch that it depends on is on disk. In a cluster, `asked` is answered."""
         node = self.node
         if node.bucket.pending:
-            node.bucket.hasten()
+            node.bucket.start_large_batch()
         changed, self._changed = self._changed, 0
         if changed:
             kept = 0 if asked is None else asked[2] - asked[1]
@@ -78,7 +78,7 @@ class AnsweringConnection(PeerRights):
         """Hold an answer until its batch is on disk, and a majority of the copies has it."""
         node = self.node
         if node.bucket.pending:
-            node.bucket.hasten()
+            node.bucket.start_large_batch()
         changed, self._changed, self._due = self._changed, 0, node.due
         if changed:
             node.room.unwritten.add(self._due, changed)

@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 from upper.errors import UpperError
-from upper.server.responses import AskedBytes, doubts, failures_of
+from upper.server.responses import AskedBytes, all_unconfirmed, failures_of
 
 if TYPE_CHECKING:
     from upper.server.durability import MajorityWait
@@ -100,7 +100,7 @@ class Answers:
             elif (rest := failures_of(out, requests or (), lost, self._partitions)) is not None:
                 ready += rest
             else:
-                ready += doubts(out, next(iter(lost.values())))
+                ready += all_unconfirmed(out, next(iter(lost.values())))
                 self.unclear = True
         return ready
 

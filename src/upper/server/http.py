@@ -60,7 +60,7 @@ class HttpPage(asyncio.Protocol, ABC):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._node.pages.discard(self)
-        self.stay()
+        self.remove_time_limit()
 
     def data_received(self, data: bytes) -> None:
         if self._answered:
@@ -82,7 +82,7 @@ class HttpPage(asyncio.Protocol, ABC):
     def answer(self, request: HttpRequest) -> None:
         """Send the answer, now or later."""
 
-    def stay(self) -> None:
+    def remove_time_limit(self) -> None:
         """No time limit any more."""
         if self._timer is not None:
             self._timer.cancel()

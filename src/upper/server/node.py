@@ -248,7 +248,7 @@ class Node:
         if (
             self.clock_now - before < 4 * TICK
         ):  # else the node itself was suspended: it first reads what has arrived
-            self._look_after_the_silent(self.clock_now)
+            self._close_silent_connections(self.clock_now)
         self.tap_sessions.expire()
         self.consumers.expire()
         if self.replication is not None:
@@ -256,7 +256,7 @@ class Node:
             self.release_majorities()
         self.room.relieve(self.clock_now, tuple(self.connections.values()))
 
-    def _look_after_the_silent(self, now: float) -> None:
+    def _close_silent_connections(self, now: float) -> None:
         limits = self.settings.limits
         for connection in tuple(self.connections.values()):
             if connection.stream_session is not None:

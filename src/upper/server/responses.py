@@ -42,7 +42,7 @@ def failures(answers: bytes | bytearray, why: BaseException) -> bytes:
     return bytes(out)
 
 
-def doubts(answers: bytes | bytearray, why: BaseException) -> bytes:
+def all_unconfirmed(answers: bytes | bytearray, why: BaseException) -> bytes:
     """The same answers, each turned into a failure: it is not known which of their changes will stay."""
     out = bytearray()
     for head in _heads(answers):

@@ -102,7 +102,7 @@ class RestPage(HttpPage):
             elif unquote(name) != self._node.bucket.name:
                 self.send(404, _error(f"there is no such bucket; this node has {self._node.bucket.name}"))
             elif stream:
-                self.stay()
+                self.remove_time_limit()
                 self.begin(200, JSON, "Transfer-Encoding: chunked")
                 self._stream(make)
             else:
@@ -130,7 +130,7 @@ class RestPage(HttpPage):
         if node.replication is not None or node.due <= node.committed:
             show()
         else:
-            node.bucket.hasten()
+            node.bucket.start_large_batch()
             node.fanout.after(node.due, show)
 
     @property

@@ -90,7 +90,7 @@ class Subscription:
         self.form = form if machine.until == NO_END else None
         bounds = encoder.dialect.snapshot_bounds
         # The start of the snapshot that the consumer is inside.
-        self._resumes = at.settled().snapshot.start if bounds and at is not None else None
+        self._resumes = at.narrowed().snapshot.start if bounds and at is not None else None
         self._opening = b"" if bounds else encoder.snapshot_start(store.id, opaque)
         self.closing = encoder.snapshot_end(store.id, opaque)
         self.since = time.time()

@@ -67,7 +67,7 @@ class PartitionOffset:
         """Where to resume: at the seqno, or if that is rejected at a safe position before it."""
         return self.safe if self.is_safe else ResumePoints(self.safe.log, (*self.safe.ends, self.seqno))
 
-    def settled(self) -> PartitionOffset:
+    def made_safe(self) -> PartitionOffset:
         """The same, with the seqno as the newest safe position."""
         return PartitionOffset(self.seqno, safe_points(self.safe.log, self.points.ends))
 

@@ -30,7 +30,7 @@ def beginning(bucket_state: BucketState) -> Offset:
 def now(bucket_state: BucketState) -> Offset:
     """The present end of every partition; the query has no rows to take back."""
     return Offset(
-        {partition: offset.settled() for partition, offset in reported(bucket_state).partitions.items()}
+        {partition: offset.made_safe() for partition, offset in reported(bucket_state).partitions.items()}
     )
 
 
@@ -54,7 +54,7 @@ def resolved(start: Offset, end: Offset) -> Offset:
     return advance(start, BucketState({p: end.partitions[p].seqno for p in logs}, logs), safe={})
 
 
-def settled(start: Offset, bucket_state: BucketState) -> dict[Partition, Position]:
+def consistent_ends(start: Offset, bucket_state: BucketState) -> dict[Partition, Position]:
     """Ends of the last batch at which the query is consistent, for nothing has happened since."""
     return {
         partition: offset.position
@@ -89,13 +89,13 @@ def advance(
 ) -> Offset:
     """Where the next batch ends; `start` itself when there is nothing to do.
 
-    `safe`: what `settled` has found so far; it is written into the offset. `record`: write it even if nothing
-    else has changed, at the cost of an empty batch. `target`: nothing past these. A partition that has no
-    owner at the moment stays where it is.
+    `safe`: what `consistent_ends` has found so far, which is written into the offset. `record`: write it even
+    if nothing else has changed, at the cost of an empty batch. `target`: nothing past these. A partition
+    without an owner at the moment stays where it is.
     """
     partitions = {
         p: (
-            offset.settled()
+            offset.made_safe()
             if safe.get(p) == Position.at(offset.branch, offset.seqno)
             else replace(offset, back=None)
         )

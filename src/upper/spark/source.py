@@ -48,7 +48,7 @@ from upper.spark.compat import (
 from upper.spark.offsets import Offset
 from upper.spark.options import BYTES_A_ROW, SourceOptions
 from upper.spark.pushdown import pushed
-from upper.spark.worker import settle
+from upper.spark.worker import prepare_process
 
 log = logging.getLogger(__name__)
 MAX_SEEN = 32  # states of the bucket that a query remembers while it has not read all of them
@@ -140,7 +140,7 @@ class _Reader:
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """On an executor."""
         assert isinstance(partition, Slice)
-        settle()
+        prepare_process()
         shape, schema = self._options.shape, arrow_schema(self._schema)
         for batch in read_slice(self._options, partition):
             yield shape.apply(batch, schema)
@@ -153,7 +153,7 @@ class ChangesReader(_Reader, DataSourceReader):
         bucket_state = self._look()
         start = _resolved(self._options.start, bucket_state)
         self._check(start, bucket_state)
-        end = plan.advance(start, bucket_state, safe=plan.settled(start, bucket_state))
+        end = plan.advance(start, bucket_state, safe=plan.consistent_ends(start, bucket_state))
         # Where an end was given, no further than that; a partition that it does not name is not read.
         if isinstance(self._options.end, Offset):
             end = plan.advance(start, bucket_state, safe={}, target=self._options.end.seqnos)
@@ -248,7 +248,7 @@ class ChangesStreamReader(_StreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         stood, bucket_state = Offset.from_json(start), self._look()
         self._check(stood, bucket_state)
-        self._safe |= plan.settled(stood, bucket_state)
+        self._safe |= plan.consistent_ends(stood, bucket_state)
         end = plan.advance(
             stood,
             bucket_state,
@@ -305,7 +305,7 @@ class UnlimitedStreamReader(_StreamReader):
         if self._stood is None:
             return replace(plan.reported(bucket_state), current=self._looked_at).to_json()
         self._check(self._stood, bucket_state)
-        safe = plan.settled(self._stood, bucket_state)
+        safe = plan.consistent_ends(self._stood, bucket_state)
         end = plan.advance(self._stood, bucket_state, safe=safe)
         return (end if end is self._stood else self._dated(end, self._stood)).to_json()
 

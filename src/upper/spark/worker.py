@@ -8,25 +8,25 @@ import gc
 import sys
 from contextlib import suppress
 
-_settled = False
+_prepared = False
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # mallopt's numbers, of malloc.h
 KEPT = 64 * 1024 * 1024  # bytes of free memory that a worker keeps
 BLOCK = 8 * 1024 * 1024  # bytes: larger blocks are given back at once
 
 
-def settle() -> None:
+def prepare_process() -> None:
     """Prepare a process for tasks, once: what is collected as garbage, and what malloc keeps.
 
     Spark collects garbage after every task. With everything that PySpark and pyarrow import that takes tens
     of milliseconds, which is most of a small batch; without imported modules, three.
     """
-    global _settled
-    if not _settled:  # gc.get_freeze_count() takes as long as a small collection
+    global _prepared
+    if not _prepared:  # gc.get_freeze_count() takes as long as a small collection
         gc.freeze()
         # Some libraries warn at exit about objects that are still frozen.
         atexit.register(gc.unfreeze)
         _keep_free_memory()
-        _settled = True
+        _prepared = True
 
 
 def _keep_free_memory() -> None:

@@ -102,7 +102,7 @@ class BucketStore:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._writer: JournalWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._unweighed = 0
+        self._unmeasured = 0
         self._refused: dict[int, StorageError] = {}  # discarded batches that later ones follow
         self.recovery = WriteRecovery(self)
         self.reader = ReadAhead(self.files)
@@ -148,8 +148,8 @@ class BucketStore:
         """A write failed: the bucket is read-only from here on."""
         if self.failed is None:
             if isinstance(error, OSError):
-                hope = self.recovery.hope(error, watched=self._loop is not None)
-                error = opening.not_writable(self.directory, error, hope=hope)
+                temporary = self.recovery.note_failure(error, watched=self._loop is not None)
+                error = opening.not_writable(self.directory, error, temporary=temporary)
             self.failed = error
             log.error("bucket %s: %s", self.name, self.failed)
         self.pending = kernel.Log()
@@ -178,7 +178,7 @@ class BucketStore:
                 except OSError as error:
                     log.error("bucket %s: the clean shutdown could not be recorded: %s", self.name, error)
             self.journal.close()
-            self.files.delete_doomed()
+            self.files.delete_obsolete()
             self.files.close()
             os.close(self._lock)
 
@@ -201,7 +201,7 @@ class BucketStore:
         self.reader.start(self.in_loop)
         self._timer = loop.call_later(self.settings.sweep_every, self._tick)
         if self.pending:
-            self.kick()
+            self.schedule_batch()
 
     def subscribe(self, listener: Listener, *, written: bool = False) -> Callable[[], None]:
         """Call `listener` with every batch, in order, in the loop, when it is released (or written).
@@ -210,7 +210,7 @@ class BucketStore:
         """
         return self.releases.subscribe(listener, written=written)
 
-    def kick(self) -> None:
+    def schedule_batch(self) -> None:
         """Schedule a batch of `pending`, after this iteration of the loop or after the present batch.
 
         A batch that would be small may grow first (`ReleaseQueue.grows`): each batch costs every node that
@@ -221,14 +221,14 @@ class BucketStore:
         self._scheduled = True
         self._loop.call_soon(self._hand_over)
 
-    def urge(self) -> None:
-        """`kick`, for a batch that must not wait for replicas.
+    def schedule_urgent_batch(self) -> None:
+        """Schedule a batch that must not wait for replicas.
 
         That is one with changes that another node waits for, because that node may hold up the replicas' own
         changes until then, one with facts, and one that `saved` or a rollback waits for.
         """
         self._urgent = True
-        self.kick()
+        self.schedule_batch()
 
     def _grows(self, unpublished: int = 0) -> bool:
         """Whether the open batch is to wait for others; `unpublished` are changes of one."""
@@ -236,8 +236,8 @@ class BucketStore:
             return False
         return self.releases.grows(self.ticket, len(self.pending), unpublished)
 
-    def hasten(self) -> None:
-        """`kick`, at a point where memory agrees with `pending`: half of a large batch is written at once.
+    def start_large_batch(self) -> None:
+        """Begin half of a large batch at once, or schedule a batch. Memory has to agree with `pending` here.
 
         Otherwise all clients would share one batch, get their responses together and send again together, so
         that disk and event loop would wait for each other.
@@ -247,7 +247,7 @@ class BucketStore:
         if half_a_batch and waited_for and not self._is_writing and not self._grows():
             self._hand_over()
         else:
-            self.kick()
+            self.schedule_batch()
 
     def saved(self, ticket: int | None = None) -> asyncio.Future[None]:
         """Resolves when that batch (by default: the open one) is on disk, or raises its error."""
@@ -258,7 +258,7 @@ class BucketStore:
         if ticket is None and not self.pending:
             wanted = self.ticket - 1
         if wanted == self.ticket:
-            self.urge()
+            self.schedule_urgent_batch()
         if self.failed is not None:
             future.set_exception(self.failed)
         elif ticket in self._refused:
@@ -290,7 +290,7 @@ class BucketStore:
         if self._is_writing or not self.pending or self.failed is not None:
             return
         if self.compactor.stalls and not now:
-            return  # the compactor calls `kick` when space is free
+            return  # the compactor calls `schedule_batch` when space is free
         handed, self.pending = self.pending, kernel.Log()
         self._half = len(handed) // 2
         reached = kernel.touched(handed, self.partitions, self.ticket)
@@ -309,7 +309,7 @@ class BucketStore:
             self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
             self._resolve()
         if not self._is_writing:
-            self._settle(write(self.journal, batch))
+            self._finish_batch(write(self.journal, batch))
 
     def in_loop(self, step: Callable[..., None], *facts: object) -> None:
         """Call `step` in the loop's thread, unless the loop has ended."""
@@ -320,9 +320,9 @@ class BucketStore:
         """In the loop's thread: process the outcome of the writer."""
         outcome = None if self._writer is None else self._writer.finish()
         if outcome is not None:
-            self._settle(outcome)
+            self._finish_batch(outcome)
 
-    def _settle(self, outcome: BatchOutcome) -> None:
+    def _finish_batch(self, outcome: BatchOutcome) -> None:
         """Acknowledge or discard a batch that was written."""
         batch = outcome.batch
         self.on_written(batch.ticket)
@@ -334,11 +334,11 @@ class BucketStore:
         on_disk = self.settings.durability is Durability.DISK
         if on_disk:
             self.releases.note(batch.reached)
-        self._unweighed += outcome.size
+        self._unmeasured += outcome.size
         if self.settings.memory_quota is not None and outcome.file is not None:
             self._move_out(batch, outcome.file, outcome.offset)
-        if self._unweighed > max(MIB // 4, self.live // 16):
-            self.weigh()
+        if self._unmeasured > max(MIB // 4, self.live // 16):
+            self.measure()
         self.compactor.written(outcome.size)
         self.rollbacks.written()
         worth_it = len(self.pending) >= WORTH_A_BATCH and not self._grows(len(batch.records))
@@ -348,7 +348,7 @@ class BucketStore:
             self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
         self._resolve()
         if self.pending:
-            self.kick()
+            self.schedule_batch()
 
     def _resolve(self) -> None:
         while self._waiting and (self.failed is not None or self._waiting[0][0] <= self.acknowledged):
@@ -389,7 +389,7 @@ class BucketStore:
         self.rollbacks.written()
         self._resolve()
 
-    def go_on(self) -> None:
+    def accept_writes(self) -> None:
         """The journal accepts batches again; the numbers of failed batches are not reused."""
         if self.closed:
             return
@@ -418,12 +418,12 @@ class BucketStore:
         self.writable()
         at, changes, cas, facts, expiring = kernel.apply(data, at, tables, inside, self.pending, ends)
         if changes:
-            self.clock.saw(cas)
+            self.clock.advance_past(cas)
             self.facts_pending |= facts
             self.expiring += expiring
             self.watch_expirations()
             self.applied += changes
-            self.urge()
+            self.schedule_urgent_batch()
         return at
 
     def watch_expirations(self) -> None:
@@ -461,12 +461,12 @@ class BucketStore:
             log.error("bucket %s: some expired items could not be deleted: %s", self.name, trouble)
         return swept
 
-    def weigh(self) -> None:
+    def measure(self) -> None:
         """Compute the size of the partitions, in memory and in total."""
-        self._unweighed = 0
+        self._unmeasured = 0
         self.live = sum(store.size for store in self.partitions)
         self.held = sum(store.held for store in self.partitions)
-        self.compactor.weigh()
+        self.compactor.measure()
 
     def _tick(self) -> None:
         if self.closed or self._loop is None:
@@ -474,7 +474,7 @@ class BucketStore:
         if self._writer is not None:
             self.recovery.tick(self._writer)
         swept = self.sweep()
-        self.weigh()
+        self.measure()
         self.compactor.tick()
         pause = self.settings.sweep_every if swept < 1000 else 0.01
         self._timer = self._loop.call_later(pause, self._tick)
@@ -482,7 +482,7 @@ class BucketStore:
     def _move_out(self, batch: JournalBatch, file: File, offset: int) -> None:
         """Past the quota, evict the values that were just written."""
         assert self.settings.memory_quota is not None
-        over = self.held + self._unweighed - self.settings.memory_quota
+        over = self.held + self._unmeasured - self.settings.memory_quota
         if over <= 0:
             return
         at = offset
@@ -494,5 +494,5 @@ class BucketStore:
                 place = location(seqno, file.slot, at, size)
                 # A partition that is being compacted keeps its entries: the job compares them later.
                 if not store.compacting and store.items.move_out(records.key_of(record), seqno, place):
-                    self._unweighed -= size
+                    self._unmeasured -= size
             at += size

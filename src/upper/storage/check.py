@@ -26,7 +26,7 @@ from upper.storage.bucket import BucketStore
 from upper.storage.disk import Disk
 from upper.storage.load import Advance, Damage, DirectoryLoader, JournalTail
 from upper.storage.metadata import ShutdownState
-from upper.storage.opening import UNKNOWN_BRANCH, lock_directory, settle
+from upper.storage.opening import UNKNOWN_BRANCH, lock_directory, make_consistent
 from upper.storage.partition import PartitionStore
 from upper.storage.settings import Durability, StorageSettings
 from upper.storage.state import fresh_branch
@@ -159,7 +159,7 @@ def _scan(directory: Path, lock: int, advance: Advance) -> DirectoryScan:
     mark, floor = _small_files(directory, identity.partitions, damages)
     for number, path in load.pack_paths(directory):
         loader.load_file(bucket.files.add(path, number=number, size=path.stat().st_size))
-        bucket.compactor.saw(number)
+        bucket.compactor.note_number(number)
     for store, needed in zip(bucket.partitions, floor.files, strict=True):
         if (0 if store.file is None else store.file.number) < needed:
             damages.append(Damage(f"partition {store.id}", f"its file number {needed} is missing"))
@@ -204,7 +204,7 @@ def repair(directory: Path, advance: Advance = silent) -> Iterator[Damage]:
                 yield _begin_anew(scan.bucket.partitions[number])
             _write_anew(scan)
         elif scan.tail.cut:
-            settle(scan.bucket, scan.tail, [])
+            make_consistent(scan.bucket, scan.tail, [])
 
 
 def _begin_anew(store: PartitionStore) -> Damage:

@@ -43,7 +43,7 @@ class HybridClock:
         self.last = last = max(self.last + 1, self._time_ns() & _COARSE)
         return last
 
-    def saw(self, cas: int) -> None:
+    def advance_past(self, cas: int) -> None:
         """Move past a CAS that was made elsewhere, unless it is further ahead than `latest`."""
         if self.last < cas:
             self.last = max(self.last, min(cas, self.latest()))

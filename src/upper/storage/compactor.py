@@ -53,7 +53,7 @@ class Compactor:
         self.rewritten = 0  # bytes, since the bucket was opened
         self.runs = self.failures = 0
 
-    def saw(self, number: int) -> None:
+    def note_number(self, number: int) -> None:
         """A file of this number exists: the next one is higher."""
         self._number = max(self._number, number)
 
@@ -79,9 +79,9 @@ class Compactor:
     @property
     def disk_use(self) -> int:
         """Bytes of all journal segments and partition files, as last weighed."""
-        return self._files + self._bucket.journal.size + self._bucket.files.doomed_size
+        return self._files + self._bucket.journal.size + self._bucket.files.obsolete_size
 
-    def weigh(self) -> None:
+    def measure(self) -> None:
         """Compute the size of the partition files."""
         stores = self._bucket.partitions
         self._files = sum(file.size for file in {store.file for store in stores} if file is not None)
@@ -97,9 +97,9 @@ class Compactor:
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
         if size:
-            self._go_on()
+            self._continue()
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         """The next partitions, if they are due by now."""
         if self._measure() and self._bucket.journal.written >= self._next_at:
             self._consider()
@@ -156,7 +156,7 @@ class Compactor:
             return
         if not self._measure() or time.monotonic() < self._retry_at:
             return
-        bucket.weigh()  # the size of the live data is outdated after many new changes
+        bucket.measure()  # the size of the live data is outdated after many new changes
         if self._measure():
             chosen, wait = self._most_wasteful()
             self.choose(chosen)
@@ -237,7 +237,7 @@ class Compactor:
                 sections, size = [], 0
             store.compacting = True
             move_out = store.resident // 2 if crowded else 0
-            sections.append(partition_files.take_down(store, seen=bucket.seen(store.id), move_out=move_out))
+            sections.append(partition_files.snapshot_of(store, seen=bucket.seen(store.id), move_out=move_out))
             size += store.size
         if sections:
             packs.append(self.make_pack(sections, batch, number=self.next_number()))
@@ -291,7 +291,7 @@ class Compactor:
             self._packs = []
             self.failures += 1
             self._retry_at = time.monotonic() + RETRY
-            self._bucket.kick()
+            self._bucket.schedule_batch()
             return
         self._step(self._adopt(packs))
 
@@ -304,8 +304,8 @@ class Compactor:
             return
         self._forget_beside()
         self.delete_unneeded()
-        self._bucket.kick()
-        self._go_on()
+        self._bucket.schedule_batch()
+        self._continue()
 
     def _discard(self, pack: partition_files.PartitionFile) -> None:
         for section in pack.sections:
@@ -345,7 +345,7 @@ class Compactor:
             self.rewritten += pack.size
         self.runs += 1
         self._packs = []
-        self.weigh()
+        self.measure()
 
     def _forgettable(self) -> metadata.JournalStart | None:
         """The batch before which the journal is not needed, if a segment can be deleted."""
@@ -391,9 +391,9 @@ class Compactor:
     def delete_unneeded(self) -> None:
         """Delete files that are not needed: in a thread, if there is a loop."""
         if self._worker is None:
-            self._bucket.files.delete_doomed()
-        elif self._bucket.files.doomed and not self._closed:
-            self._worker.submit(self._bucket.files.delete_doomed)
+            self._bucket.files.delete_obsolete()
+        elif self._bucket.files.obsolete and not self._closed:
+            self._worker.submit(self._bucket.files.delete_obsolete)
 
     def compact_now(self, stores: list[PartitionStore]) -> None:
         """The same without a loop, for tools, tests and repairs."""

@@ -3,7 +3,7 @@
 `upper.record.location` has the format of a location. Its slot identifies an open file of this process. Slots
 are used again; numbers of files never are.
 
-A file that is no longer needed is doomed: `delete_doomed` unlinks it, in a thread if there is a loop.
+A file that is no longer needed is obsolete: `delete_obsolete` unlinks it, in a thread if there is a loop.
 A reader of it (a backfill that took its list of entries before) holds a pin, and the descriptor stays open
 until the last pin goes.
 """
@@ -127,7 +127,7 @@ class Files:
         self._slots: list[File | None] = []
         self._free: list[int] = []
         self._lock = Lock()  # the journal's writer adds segments while others release files
-        self.doomed: list[File] = []  # in the order of deletion
+        self.obsolete: list[File] = []  # in the order of deletion
         self._large: OrderedDict[tuple[File, int], bytes] = OrderedDict()  # by file and offset, oldest first
         self._large_bytes = 0
 
@@ -221,26 +221,26 @@ class Files:
         if file.pins and file.fd < 0:
             file.fd = self.disk.open(file.path, os.O_RDONLY)
         file.gone = True
-        self.doomed.append(file)
+        self.obsolete.append(file)
         if not file.pins:
             self._release(file)
 
     @property
-    def doomed_size(self) -> int:
+    def obsolete_size(self) -> int:
         """Bytes of files that wait to be unlinked."""
-        return sum(file.size for file in tuple(self.doomed))
+        return sum(file.size for file in tuple(self.obsolete))
 
-    def delete_doomed(self) -> None:
+    def delete_obsolete(self) -> None:
         """Unlink the files that are not needed, in order; what cannot be unlinked is tried again later."""
-        while self.doomed:
+        while self.obsolete:
             try:
-                self.disk.unlink(self.doomed[0].path)
+                self.disk.unlink(self.obsolete[0].path)
             except FileNotFoundError:
                 pass
             except OSError as error:
-                log.error("%s cannot be deleted: %s", self.doomed[0].path, error.strerror)
+                log.error("%s cannot be deleted: %s", self.obsolete[0].path, error.strerror)
                 return
-            del self.doomed[0]
+            del self.obsolete[0]
 
     def close(self) -> None:
         for file in self._slots:

@@ -222,7 +222,7 @@ class DirectoryLoader:
             packet = payload[at:end]
             if packet[AT_OPCODE] == records.FACTS:
                 facts = records.facts_in(packet)
-            store.recall(packet)
+            store.replay_fact(packet)
             at = end
         store._complete = facts.complete
         return facts
@@ -373,7 +373,7 @@ class DirectoryLoader:
             number = U16.unpack_from(data, at + AT_PARTITION)[0]
             if (store := self._awake.get(number)) is not None:
                 store.high = self._highs[number]
-                store.recall(data[at:past])
+                store.replay_fact(data[at:past])
                 self._highs[number] = store.high
                 self._tables[number] = store.items
                 self._touched(store, self._segment)

@@ -146,8 +146,10 @@ def _create(directory: Path, disk: Disk, identity: Identity) -> Identity:
     return identity
 
 
-def not_writable(directory: Path, error: OSError, *, hope: bool) -> NotWritable:
-    then = "writes resume once this is resolved" if hope else "writes require a working disk and a restart"
+def not_writable(directory: Path, error: OSError, *, temporary: bool) -> NotWritable:
+    then = (
+        "writes resume once this is resolved" if temporary else "writes require a working disk and a restart"
+    )
     return NotWritable(
         f"{directory} cannot be written ({error.strerror or error}); reads continue, and {then}"
     )
@@ -181,7 +183,7 @@ def load_bucket(bucket: BucketStore, state: State, began: float, *, restored: bo
         copied or mark.damaged or tail.doubtful or (not clean and mark.durability == Durability.MEMORY)
     )
     try:
-        settle(bucket, tail, leftovers)
+        make_consistent(bucket, tail, leftovers)
         if not tail.last:
             # Facts before the mark: a directory with a mark and without a journal has lost it.
             _first_facts(bucket, state)
@@ -199,7 +201,7 @@ def load_bucket(bucket: BucketStore, state: State, began: float, *, restored: bo
         bucket.only_read(error)
     for store in bucket.partitions:
         bucket.served(store)
-    bucket.weigh()
+    bucket.measure()
     if copied and lost:
         log.warning(
             "bucket %s: %s was copied or restored; its active partitions begin new branches",
@@ -219,7 +221,7 @@ def _load_files(bucket: BucketStore, loader: DirectoryLoader, floor: metadata.Jo
     for number, path in load.pack_paths(bucket.directory):
         file = bucket.files.add(path, number=number, size=path.stat().st_size)
         loader.load_file(file)
-        bucket.compactor.saw(number)
+        bucket.compactor.note_number(number)
         if not file.holders:
             leftovers.append(path)
     for store, needed in zip(bucket.partitions, floor.files, strict=True):
@@ -228,7 +230,7 @@ def _load_files(bucket: BucketStore, loader: DirectoryLoader, floor: metadata.Jo
     return leftovers
 
 
-def settle(bucket: BucketStore, tail: load.JournalTail, leftovers: list[Path]) -> None:
+def make_consistent(bucket: BucketStore, tail: load.JournalTail, leftovers: list[Path]) -> None:
     """Make the directory match what was read from it."""
     for path in (*leftovers, *tail.drop):
         bucket.disk.unlink(path)

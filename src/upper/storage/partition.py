@@ -128,7 +128,7 @@ class PartitionStore(PartitionCopy):
         if old is None:
             raise KeyNotFound("there is no such key to delete")
         self._admit(key, old, cas)
-        return self._bury(key, DELETION)
+        return self._delete(key, DELETION)
 
     def touch(self, key: bytes, expiration: int) -> StoredItem:
         """Give an item another expiration; returns the new item."""
@@ -202,7 +202,7 @@ class PartitionStore(PartitionCopy):
             theirs = (*order, 0, 0) if deleted else (*order, expiration, flags)
             if theirs <= (*old_order, old_expiration, old_flags):
                 raise KeyExists("this node has a newer version of the key, which stays")
-        self.bucket.clock.saw(new_cas)
+        self.bucket.clock.advance_past(new_cas)
         seqno = self._next()
         if deleted:
             opcode = EXPIRATION if expired else DELETION
@@ -217,7 +217,7 @@ class PartitionStore(PartitionCopy):
             if expiration:
                 self.bucket.expiry.add(expiration, self.id, key)
         self.items.put(record)
-        self._hand_in(record)
+        self._add_to_batch(record)
         return WriteResult(Cas(new_cas), Seqno(seqno))
 
     def flush(self) -> WriteResult:
@@ -226,7 +226,7 @@ class PartitionStore(PartitionCopy):
         seqno = self._next()
         cas = self.bucket.clock.tick()
         self._flushed(seqno)
-        self._hand_in(records.flush(self.id, cas))
+        self._add_to_batch(records.flush(self.id, cas))
         return WriteResult(Cas(cas), Seqno(seqno))
 
     def expire(self, key: bytes) -> bool:
@@ -244,7 +244,7 @@ class PartitionStore(PartitionCopy):
             # The active copy decides. Should this become the active one before it has, look again.
             self.bucket.expiry.add(now + 60, self.id, key)
             return False
-        self._bury(key, EXPIRATION)
+        self._delete(key, EXPIRATION)
         return True
 
     # ── History ───────────────────────────────────────────────────────────────────────────────────
@@ -309,7 +309,7 @@ class PartitionStore(PartitionCopy):
             return None
         if self._expired(record):
             if self.takes_changes and self.bucket.failed is None and self.high < MAX_SEQNO:
-                self._bury(key, EXPIRATION)
+                self._delete(key, EXPIRATION)
             return None
         return record
 
@@ -357,15 +357,15 @@ class PartitionStore(PartitionCopy):
         self.items.put(record)
         if expiration:
             self.bucket.expiry.add(expiration, self.id, key)
-        self._hand_in(record)
+        self._add_to_batch(record)
         return WriteResult(Cas(cas), Seqno(seqno))
 
-    def _bury(self, key: bytes, opcode: int) -> WriteResult:
+    def _delete(self, key: bytes, opcode: int) -> WriteResult:
         # Whatever may fail comes before the seqno is taken: a seqno without a record would stop every stream.
         revision, cas, seqno = self._revision(key), self.bucket.clock.tick(), self._next()
         record = records.deletion(self.id, key, seqno=seqno, revision=revision, cas=cas, opcode=opcode)
         self.items.put(record)
-        self._hand_in(record)
+        self._add_to_batch(record)
         return WriteResult(Cas(cas), Seqno(seqno))
 
     def _revision(self, key: bytes) -> int:

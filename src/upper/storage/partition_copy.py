@@ -74,7 +74,7 @@ class PartitionCopy(PartitionState):
     def _append(self, changes: Iterable[bytes]) -> None:
         run: list[bytes] = []
         for change in changes:
-            record = records.settled(change, self.id)
+            record = records.as_stored(change, self.id)
             if record[AT_OPCODE] != FLUSH:
                 run.append(record)
                 continue
@@ -83,8 +83,8 @@ class PartitionCopy(PartitionState):
             if self.high >= MAX_SEQNO:
                 raise self._exhausted()
             self._flushed(self.high + 1)
-            self._hand_in(record)
-            self.bucket.urge()
+            self._add_to_batch(record)
+            self.bucket.schedule_urgent_batch()
         self._append_run(run)
 
     def _append_run(self, run: list[bytes]) -> None:
@@ -95,14 +95,14 @@ class PartitionCopy(PartitionState):
             self._follows(records.seqno_of(data[at : records.packet_end(data, at)]))
             raise LocalProtocolError(f"partition {self.id}: a replica received a record that is not a change")
 
-    def _hand_in(self, record: bytes) -> None:
+    def _add_to_batch(self, record: bytes) -> None:
         self.bucket.pending.append(record)
-        self.bucket.kick()
+        self.bucket.schedule_batch()
 
     def _state(self, fact: bytes) -> None:
         """Append metadata to the batch; streams do not carry it."""
         self.bucket.facts_pending = True
-        self._hand_in(fact)
+        self._add_to_batch(fact)
 
     def _readable(self) -> None:
         if self.unreadable:

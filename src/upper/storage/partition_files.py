@@ -76,7 +76,7 @@ class PartitionFile:
         return self.path.with_name(self.path.name + ".new")
 
 
-def take_down(store: PartitionStore, *, seen: int = 2**63, move_out: int = 0) -> PartitionSnapshot:
+def snapshot_of(store: PartitionStore, *, seen: int = 2**63, move_out: int = 0) -> PartitionSnapshot:
     """The present state of one partition. `seen`: as in a section."""
     counts = (len(store.items), store.tombstones, store.size)
     facts = records.PartitionCounts(store.high, store.purged, store.complete, *counts)

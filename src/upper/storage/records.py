@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 from upper.history.partition_state import Ownership
 from upper.model.values import BranchId, FailoverLog, Seqno, Version
 from upper.record.change import StoredItem as StoredItem
+from upper.record.change import as_stored as as_stored
 from upper.record.change import deletion as deletion
 from upper.record.change import item_of as item_of
 from upper.record.change import key_of as key_of
@@ -32,7 +33,6 @@ from upper.record.change import mutation as mutation
 from upper.record.change import packet_end as packet_end
 from upper.record.change import partition_of_record as partition_of_record
 from upper.record.change import seqno_of as seqno_of
-from upper.record.change import settled as settled
 from upper.record.change import snapshot_end as snapshot_end
 from upper.record.change import snapshot_start as snapshot_start
 from upper.record.change import tail_of as tail_of

@@ -39,20 +39,25 @@ SHORTEST, LONGEST = 1.0, 60.0  # seconds between two attempts: longer each time 
 class WriteRecovery:
     def __init__(self, bucket: BucketStore) -> None:
         self._bucket = bucket
-        self._hope = False
+        self._temporary = False
         self._trying = False
         self._wait, self._again_at = SHORTEST, 0.0
 
-    def hope(self, error: OSError, *, watched: bool) -> bool:
+    def note_failure(self, error: OSError, *, watched: bool) -> bool:
         """A write failed: returns whether the cause is temporary, so that writing is retried."""
         on_disk = self._bucket.settings.durability is Durability.DISK
-        self._hope = watched and on_disk and error.errno in PASSING
-        return self._hope
+        self._temporary = watched and on_disk and error.errno in PASSING
+        return self._temporary
 
     def tick(self, writer: JournalWriter) -> None:
         """Called periodically: if space is free again, test in a thread whether writing works."""
         bucket = self._bucket
-        if not self._hope or self._trying or bucket.rollbacks.running or time.monotonic() < self._again_at:
+        if (
+            not self._temporary
+            or self._trying
+            or bucket.rollbacks.running
+            or time.monotonic() < self._again_at
+        ):
             return
         if bucket.disk.free(bucket.directory) >= ROOM:
             self._trying = True
@@ -71,7 +76,7 @@ class WriteRecovery:
         """Load these partitions from disk, as of the last good batch."""
         try:
             for store, again in zip(stores, self._rebuilt(stores), strict=True):
-                store.become(again)
+                store.replace_with(again)
                 store.watch_expirations(store.items.expiring())
                 store.unreadable = False
         except (StorageError, OSError) as error:
@@ -110,8 +115,8 @@ class WriteRecovery:
         self._wait = SHORTEST if lasted else min(2 * self._wait, LONGEST)
         self._again_at = now + self._wait
         if (error := tried.exception()) is None:
-            self._hope = False
-            self._bucket.go_on()
+            self._temporary = False
+            self._bucket.accept_writes()
         elif isinstance(error, OSError):
             log.error("bucket %s: it still cannot be written: %s", self._bucket.name, error.strerror)
         else:

@@ -168,7 +168,7 @@ class ReleaseQueue:
             self.waiting += len(commit.records)
         self._release()
         if self._bucket.pending:
-            self._bucket.kick()
+            self._bucket.schedule_batch()
 
     def release(self) -> None:
         """Release the batches for which the gate is open now. Called when that may have changed."""
@@ -178,13 +178,13 @@ class ReleaseQueue:
             if self._next_requests.released(released, ticket, len(bucket.pending)):
                 self._loop.call_later(PATIENCE, self._stop_waiting, ticket)
         if bucket.pending:
-            bucket.kick()
+            bucket.schedule_batch()
 
     def _stop_waiting(self, ticket: int) -> None:
         bucket = self._bucket
         self._next_requests.over(ticket, bucket.ticket, len(bucket.pending))
         if bucket.pending:
-            bucket.kick()
+            bucket.schedule_batch()
 
     def grows(self, ticket: int, pending: int, unpublished: int = 0) -> bool:
         """Whether the open batch is to wait for replicas or clients, because it would be small.

@@ -153,7 +153,7 @@ class Rollbacks:
         job = RollbackJob(store, to, ownership, branch, after)
         self._jobs.append(job)
         if bucket.pending:
-            bucket.urge()
+            bucket.schedule_urgent_batch()
         return job
 
     def _prepare(self, job: RollbackJob) -> None:
@@ -173,7 +173,7 @@ class Rollbacks:
         else:
             earlier.log = store.log.promoted(Seqno(earlier.high), fresh=job.branch)
         earlier.ownership = job.ownership
-        section = partition_files.take_down(earlier)
+        section = partition_files.snapshot_of(earlier)
         job.expiring = earlier.items.expiring()
         job.pack = pack = bucket.compactor.make_pack([section], job.source.batch, number=job.number)
         pack.purge_before = 0
@@ -247,7 +247,7 @@ class Rollbacks:
         assert pack is not None
         old = store.file
         self._bucket.releases.withdraw(store)
-        store.become(job.earlier)
+        store.replace_with(job.earlier)
         store.file = files.add(pack.path, number=pack.number, size=pack.size)
         store.file.holders += 1
         files.drop(old)

@@ -148,9 +148,9 @@ class PartitionState(kernel.Table):
             self.high = records.seqno_of(packet)
             self.items.put(packet)
         else:
-            self.recall(packet)
+            self.replay_fact(packet)
 
-    def recall(self, packet: bytes) -> None:
+    def replay_fact(self, packet: bytes) -> None:
         """A fact from the journal or from the partition's file, in its place between the changes."""
         match packet[AT_OPCODE]:
             case records.FLUSH:
@@ -180,7 +180,7 @@ class PartitionState(kernel.Table):
             head += records.snapshot_start(self.id, self.incoming, self._source_purged)
         return head
 
-    def become(self, other: PartitionState) -> None:
+    def replace_with(self, other: PartitionState) -> None:
         """Take over everything that `other`, rebuilt from disk, has of this partition."""
         self.items, self.high, self.purged = other.items, other.high, other.purged
         self.ownership, self.log = other.ownership, other.log

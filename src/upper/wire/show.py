@@ -39,7 +39,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class DecodedPacket:
     """One packet as a list of fields."""
 
     dialect: str
@@ -91,7 +91,7 @@ def guess(head: Header, before: Dialect | None = None) -> tuple[Dialect, ...]:
     return (KV, UPR0) if KV.has_row(head) else (UPR, DCP, TAP, KV)
 
 
-def pictures(data: bytes, dialect: Dialect | None = None) -> Iterator[Picture]:
+def decoded_packets(data: bytes, dialect: Dialect | None = None) -> Iterator[DecodedPacket]:
     """Every packet of `data`, one after the other; errors count their bytes from the start of it."""
     at, before = 0, None
     while at < len(data):
@@ -104,7 +104,7 @@ def pictures(data: bytes, dialect: Dialect | None = None) -> Iterator[Picture]:
             )
         packet = data[at : at + head.size]
         found = _first_that_reads(packet, head, (dialect,) if dialect else guess(head, before), at)
-        yield picture(found, packet, head)
+        yield decoded_packet(found, packet, head)
         at += head.size
         before = found
 
@@ -122,7 +122,7 @@ def _first_that_reads(packet: bytes, head: Header, dialects: tuple[Dialect, ...]
     raise first
 
 
-def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
+def decoded_packet(dialect: Dialect, packet: bytes, head: Header) -> DecodedPacket:
     """The fields of a packet that `dialect` can read."""
     row = dialect.row(head)
     extras_end = HEADER_SIZE + head.extras_length
@@ -149,7 +149,7 @@ def picture(dialect: Dialect, packet: bytes, head: Header) -> Picture:
                     lines += _layout_lines(inner, packet, start)
             case _:
                 lines.append(Line("value", value_at, head.size, _shown(packet[value_at:]), True))
-    return Picture(
+    return DecodedPacket(
         dialect=dialect.name,
         name=row.name,
         head=head,

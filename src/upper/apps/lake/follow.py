@@ -113,12 +113,12 @@ class LakeFollower:
         settings: SyncSettings,
         *,
         name: str = "",
-        tell: Report = lambda *_: None,
+        report: Report = lambda *_: None,
     ) -> None:
         self.root, self.settings = open_store(root), settings
         self.name = name or self.root.name
         self.progress, self.lake = SyncTotals(), None  # type: SyncTotals, Lake | None
-        self._url, self._tell = url, tell
+        self._url, self._report = url, report
         self._source: BucketSource | None = None
 
     @property
@@ -131,12 +131,12 @@ class LakeFollower:
     def doing(self, what: str) -> None:
         """Report the present step."""
         self.progress.doing = what
-        self._tell(self.progress, None)
+        self._report(self.progress, None)
 
     def trouble(self, error: Exception) -> None:
         """Report why the lake is not followed at the moment."""
         self.progress.trouble = str(error)
-        self._tell(self.progress, None)
+        self._report(self.progress, None)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -196,9 +196,11 @@ class LakeFollower:
         progress.last_commit, progress.trouble = lake.changes.lake_position.batch, ""
         self.doing("reading")
         if self.settings.once:
-            _once(sync, maintainer, outputs, progress, self._tell)
+            _once(sync, maintainer, outputs, progress, self._report)
         else:
-            _forever(sync, maintainer, outputs, progress, self.settings, self._tell, deadline, name=self.name)
+            _forever(
+                sync, maintainer, outputs, progress, self.settings, self._report, deadline, name=self.name
+            )
         progress.doing = ""
 
 
@@ -207,11 +209,11 @@ def follow(
     root: Place,
     settings: SyncSettings,
     *,
-    tell: Report = lambda *_: None,
+    report: Report = lambda *_: None,
     stopping: Callable[[], None] = lambda: None,
 ) -> SyncTotals:
     """Sync until done (`once`) or until SIGTERM or SIGINT, whose handler calls `stopping`."""
-    follower = LakeFollower(url, root, settings, name="sync", tell=tell)
+    follower = LakeFollower(url, root, settings, name="sync", report=report)
     with follower.opened():
         # Before Spark: mistakes are reported at once.
         if not settings.workers.local:
@@ -224,15 +226,15 @@ def follow(
 
 
 def _once(
-    sync: Sync, maintainer: Maintainer, outputs: OutputFollower, progress: SyncTotals, tell: Report
+    sync: Sync, maintainer: Maintainer, outputs: OutputFollower, progress: SyncTotals, report: Report
 ) -> None:
     began = time.monotonic()
     outputs.go_back()
     for _ in range(MOST_ROUNDS):
         done = sync.round()
         _add(progress, done, began)
-        tell(progress, done)
-        if not sync.unsettled:
+        report(progress, done)
+        if not sync.incomplete:
             progress.behind, progress.lag = 0, 0.0  # everything that this round found is committed
             break
     else:
@@ -251,7 +253,7 @@ def _forever(
     outputs: OutputFollower,
     progress: SyncTotals,
     settings: SyncSettings,
-    tell: Report,
+    report: Report,
     deadline: StopDeadline,
     *,
     name: str = "sync",
@@ -285,7 +287,7 @@ def _forever(
                     raise
                 log.info("%s: %s", name, error)
             progress.seconds = time.monotonic() - began
-            tell(progress, done)
+            report(progress, done)
             stopping.wait(max(0.0, turn + settings.every - time.monotonic()))
     outputs.stop(deadline.remaining)
     if maintainer.stop(deadline.remaining) and deadline.remaining:

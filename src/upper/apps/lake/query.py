@@ -270,7 +270,7 @@ def _dataset(connection: duckdb.DuckDBPyConnection, table: LakeTable, held: Sequ
         schema=table_schema(table.name) if own else pa.schema(table.delta.schema().to_arrow()),
         format=ds.ParquetFileFormat(),
         filesystem=store.filesystem,
-        partitions=[_promise(file, own=own) for file in held],
+        partitions=[_row_bounds(file, own=own) for file in held],
     )
     # All files of a table, or those of `changes` that `latest` or a view lacks.
     name = f"files_of_{table.name.replace('/', '_')}_{next(NUMBERS)}"
@@ -278,7 +278,7 @@ def _dataset(connection: duckdb.DuckDBPyConnection, table: LakeTable, held: Sequ
     return name
 
 
-def _promise(file: DataFile, *, own: bool) -> Any:
+def _row_bounds(file: DataFile, *, own: bool) -> Any:
     """What is true of every row of a file, by which Arrow skips it without a request to the store."""
     import pyarrow.dataset as ds
 

@@ -32,7 +32,7 @@ COMMIT_SECONDS = "upper_sync_commit_seconds"
 
 @dataclass
 class LakeMetrics:
-    """The numbers of one lake. A sync reports to `tell`."""
+    """The numbers of one lake. A sync reports to `report`."""
 
     progress: SyncTotals = field(default_factory=SyncTotals)
     commits: Durations = field(default_factory=Durations)
@@ -41,7 +41,7 @@ class LakeMetrics:
     failed: bool = False
     looked: threading.Event = field(default_factory=threading.Event)  # opened, or the reason was logged
 
-    def tell(self, progress: SyncTotals, done: SyncRound | None) -> None:
+    def report(self, progress: SyncTotals, done: SyncRound | None) -> None:
         self.progress = progress
         if done is not None:
             now = time.time()

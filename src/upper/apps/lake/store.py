@@ -204,9 +204,9 @@ class LocalStore(LakeStore):
         except FileNotFoundError:
             return []
         except NotADirectoryError:
-            raise self._in_the_way() from None
+            raise self._not_a_directory() from None
 
-    def _in_the_way(self) -> InvalidArguments:
+    def _not_a_directory(self) -> InvalidArguments:
         return InvalidArguments(f"{self} is not a directory, but a lake is a directory; choose another place")
 
     def make_durable(self, files: Iterable[str]) -> None:
@@ -230,7 +230,7 @@ class LocalStore(LakeStore):
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise self._in_the_way() from None
+            raise self._not_a_directory() from None
         descriptor = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             try:

@@ -86,9 +86,9 @@ class Sync:
             self.refresh()
 
     @property
-    def unsettled(self) -> bool:
+    def incomplete(self) -> bool:
         """True if the last round met a history that had branched: the next one corrects it."""
-        return self._rounds.unsettled
+        return self._rounds.incomplete
 
     def round(self) -> SyncRound:
         """Bring `changes` up to the bucket's present state, in one commit, or in none if nothing is new."""

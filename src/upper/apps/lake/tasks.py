@@ -24,7 +24,7 @@ from upper.model.values import MAX_SEQNO, Partition, Seqno
 from upper.pipeline.plan import ReadRange, RollbackPlan
 from upper.pipeline.source import ChangeSource
 from upper.pipeline.target import Task, is_small
-from upper.spark.worker import settle
+from upper.spark.worker import prepare_process
 
 MEMORY = 320 * 1024 * 1024  # bytes of changes that a worker holds before it writes them
 WORTH_A_TASK = 2_000  # changes
@@ -71,7 +71,7 @@ class LakeTask(Generic[T_co]):
         return is_small(self.task)
 
     def __call__(self) -> T_co:
-        settle()
+        prepare_process()
         if read_marker(self.root) != self.marker:
             raise LakeNotVisible(
                 f"the worker on {gethostname()} does not see the lake {self.root} (no {MARKER} of this lake "

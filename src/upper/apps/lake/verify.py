@@ -118,7 +118,7 @@ class VerifyGroups:
         verdict = Verdict()
         partitions = [partition for group in self.groups for partition in self.layout.members(group)]
         bucket = dict(self._bucket(partitions))
-        astray = self._astray(partitions)
+        astray = self._without_place(partitions)
         for group in self.groups:
             latest = dict(by_partition(self._rows(LATEST, self.latest, group)))
             changes = dict(by_partition(self._rows(CHANGES, self.changes, group)))
@@ -153,7 +153,7 @@ class VerifyGroups:
         batches = [batch.select(schema.names) for batch in reading]
         yield from by_partition(ordered(pa.Table.from_batches(batches, schema=schema)))
 
-    def _astray(self, partitions: list[Partition]) -> dict[Partition, str]:
+    def _without_place(self, partitions: list[Partition]) -> dict[Partition, str]:
         """Partitions whose position is no longer a place in the bucket's history, and why."""
         found = {}
         asked = {}

@@ -67,7 +67,7 @@ class PushTotals:
         return text
 
 
-Tell = Callable[[PushTotals, Sequence[PushRound]], None]
+PushReport = Callable[[PushTotals, Sequence[PushRound]], None]
 
 
 class Follow:
@@ -78,11 +78,11 @@ class Follow:
         pushes: Mapping[str, Push],
         settings: PushSettings,
         *,
-        tell: Tell = lambda *_: None,
+        report: PushReport = lambda *_: None,
         paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """`pushes`: by the label that metrics give them. `paused` is called before every round."""
-        self._pushes, self._settings, self._tell, self._paused = pushes, settings, tell, paused
+        self._pushes, self._settings, self._report, self._paused = pushes, settings, report, paused
         self.totals = PushTotals()
         self._behind: dict[str, int] = {}
         self._current_at = time.monotonic()
@@ -107,15 +107,15 @@ class Follow:
         for _ in range(MOST_ROUNDS):
             done = self._round()
             self.totals.seconds = time.monotonic() - began
-            self._tell(self.totals, done)
+            self._report(self.totals, done)
             # With two directions, until a round of both has nothing more to carry.
-            if not any(push.unsettled for push in self._pushes.values()) and (
+            if not any(push.incomplete for push in self._pushes.values()) and (
                 len(self._pushes) == 1 or not any(each.rows for each in done)
             ):
                 self.totals.behind = 0
                 return
         log.warning(
-            "%d rounds did not settle: the source branches, or keys are locked; run it again", MOST_ROUNDS
+            "%d rounds did not complete: the source branches, or keys are locked; run it again", MOST_ROUNDS
         )
 
     def _forever(self, began: float, stopping: threading.Event) -> None:
@@ -137,7 +137,7 @@ class Follow:
                     push.source.close()
                     push.destination.close()
             totals.seconds = time.monotonic() - began
-            self._tell(totals, done)
+            self._report(totals, done)
             stopping.wait(max(0.0, turn + self._settings.every - time.monotonic()))
 
     def _round(self) -> list[PushRound]:

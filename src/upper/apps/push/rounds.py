@@ -63,7 +63,7 @@ class Push:
         self._waiting = False
 
     @property
-    def unsettled(self) -> bool:
+    def incomplete(self) -> bool:
         """Whether the last round left something that the next one completes."""
         return bool(self._refused) or self._waiting
 

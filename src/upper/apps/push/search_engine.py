@@ -265,7 +265,7 @@ class HttpEngine:
         if self._connection is None:
             node = self.nodes[self._next % len(self.nodes)]
             if self.secure:
-                context = trusting(self.authority)
+                context = context_for(self.authority)
                 self._connection = HTTPSConnection(node.host, node.port, timeout=WITHIN, context=context)
             else:
                 self._connection = HTTPConnection(node.host, node.port, timeout=WITHIN)
@@ -295,7 +295,7 @@ class Retry:
         self._engine.sleep(pause)
 
 
-def trusting(authority: str | None) -> ssl.SSLContext:
+def context_for(authority: str | None) -> ssl.SSLContext:
     """TLS with servers whose certificates are of this authority, or of those that the system trusts."""
     try:
         return ssl.create_default_context(cafile=authority)
@@ -376,6 +376,6 @@ def parse_opensearch(url: str, password: Callable[[str], str]) -> HttpEngine:
     if "ca" in settings and not secure:
         raise InvalidArguments("?ca=FILE is for opensearchs://, which is TLS; write that, or leave it out")
     if secure:
-        trusting(settings.get("ca"))  # a mistake is reported before work begins
+        context_for(settings.get("ca"))  # a mistake is reported before work begins
     user = unquote(user)
     return HttpEngine(nodes, secure, settings.get("ca"), user, password(user) if user else "")
