@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from tests.disks import abandon
 from tests.storage.conftest import Open, contents, fill, flip
 from upper.errors import Corrupt, DirectoryInUse, StorageError, WrongVersion
-from upper.storage import BucketStore, StorageSettings
+from upper.storage import BucketStore, StorageSettings, metadata
 from upper.storage.check import check, repair
 from upper.storage.frames import SECTOR, Ending, Frame, FrameReader
 
@@ -310,6 +313,43 @@ def test_a_damaged_mark_is_refused_found_and_repaired(
     repaired(directory)
     bucket = opened()
     assert bucket.opening.branched, "it is unknown what was acknowledged"
+    assert contents(bucket) == before
+
+
+def each_damaged_character(path: Path) -> Iterator[bytes]:
+    """The file with one bit flipped, at one place after the other."""
+    data = path.read_bytes()
+    for at in range(len(data)):
+        yield data[:at] + bytes([data[at] ^ 1 << at % 3]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("name", ["state.json", "journal.json", "bucket.json"])
+def test_no_damaged_character_of_a_small_file_is_taken_for_another_value(
+    opened: Open, directory: Path, name: str
+) -> None:
+    """A journal that begins at another batch would be shortened, and a bucket of another size misread."""
+    damaged(opened, compacted=True)
+    fields = read_fields(directory)
+    for content in each_damaged_character(directory / name):
+        (directory / name).write_bytes(content)
+        with suppress(Corrupt, WrongVersion):
+            assert read_fields(directory) == fields, content
+
+
+def read_fields(directory: Path) -> tuple[object, ...]:
+    identity = metadata.read_identity(directory)
+    return identity, metadata.read_shutdown(directory), metadata.read_journal_start(directory, 4)
+
+
+def test_small_files_of_earlier_versions_have_no_checksum(opened: Open, directory: Path) -> None:
+    _, before = damaged(opened, compacted=True)
+    for name in ("state.json", "journal.json", "bucket.json"):
+        content = json.loads((directory / name).read_bytes())
+        del content[metadata.CHECKSUM]
+        # The same file: another one would look like a copy of the directory.
+        (directory / name).write_text(json.dumps(content))
+    bucket = opened()
+    assert not bucket.opening.branched
     assert contents(bucket) == before
 
 

@@ -7,21 +7,25 @@
     journal.json   `first`: batches before this one may be gone; `files`: each partition's file that replaces
                    them, or a newer one, must be there
 
-Each is replaced as a whole: written beside, synced, renamed.
+Each is replaced as a whole: written beside, synced, renamed. `checksum` is the CRC of all other fields: a
+damaged digit is not a valid number. Files of earlier versions lack it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from upper.errors import Corrupt, WrongVersion
+from upper.kernel import crc32
 from upper.storage.disk import Disk, fresh_name, replace_file
 from upper.storage.frames import FORMAT
 
 CHECK = "run `upper check` on the directory"
+CHECKSUM = "checksum"
 
 
 class Identity(NamedTuple):
@@ -58,6 +62,7 @@ def read_identity(directory: Path) -> Identity | None:
             f"{directory} was written in format {version} and this version reads {FORMAT}; "
             "use the version that wrote it"
         )
+    _verify(directory / "bucket.json", content)
     try:
         if version != FORMAT:
             raise ValueError(version)
@@ -75,13 +80,14 @@ def write_identity(disk: Disk, directory: Path, identity: Identity) -> None:
         "name": identity.name,
         "partitions": identity.partitions,
     }
-    replace_file(disk, directory / "bucket.json", json.dumps(content).encode())
+    _write_json(disk, directory / "bucket.json", content)
 
 
 def read_shutdown(directory: Path) -> ShutdownState | None:
     content = _read_json(directory / "state.json")
     if content is None:
         return None
+    _verify(directory / "state.json", content)
     match content:
         case {"batch": int() | None as batch, "durability": "disk" | "memory" as durability}:
             damaged, identity = bool(content.get("damaged")), str(content.get("identity", ""))
@@ -94,7 +100,7 @@ def write_shutdown(disk: Disk, directory: Path, mark: ShutdownState) -> None:
     fresh = fresh_name(directory / "state.json")
     disk.close(disk.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # so that its inode is known
     content = mark._replace(identity=_identity(disk, directory, fresh))._asdict()
-    replace_file(disk, directory / "state.json", json.dumps(content).encode())
+    _write_json(disk, directory / "state.json", content)
 
 
 def is_copy(disk: Disk, directory: Path, mark: ShutdownState | None) -> bool:
@@ -113,6 +119,7 @@ def read_journal_start(directory: Path, partitions: int) -> JournalStart:
     content = _read_json(directory / "journal.json")
     if content is None:
         return JournalStart(1, (0,) * partitions)
+    _verify(directory / "journal.json", content)
     match content:
         case {"first": int(first), "files": [*files]} if len(files) == partitions:
             if all(isinstance(number, int) for number in files):
@@ -121,7 +128,21 @@ def read_journal_start(directory: Path, partitions: int) -> JournalStart:
 
 
 def write_journal_start(disk: Disk, directory: Path, floor: JournalStart) -> None:
-    replace_file(disk, directory / "journal.json", json.dumps(floor._asdict()).encode())
+    _write_json(disk, directory / "journal.json", floor._asdict())
+
+
+def _write_json(disk: Disk, path: Path, content: Mapping[str, Any]) -> None:
+    replace_file(disk, path, json.dumps({**content, CHECKSUM: _checksum(content)}).encode())
+
+
+def _verify(path: Path, content: Mapping[str, Any]) -> None:
+    fields = {name: value for name, value in content.items() if name != CHECKSUM}
+    if content.get(CHECKSUM, _checksum(fields)) != _checksum(fields):
+        raise _damaged(path)
+
+
+def _checksum(fields: Mapping[str, Any]) -> str:
+    return f"{crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
