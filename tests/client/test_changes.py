@@ -105,6 +105,26 @@ def test_from_now_until_now_is_nothing(bucket: Bucket) -> None:
     assert list(bucket.changes(since="now", until="now")) == []
 
 
+@pytest.mark.parametrize("scheme", ["upr", "upr0", "dcp"])
+def test_a_position_counts_a_snapshot_once_its_end_is_delivered(node: Node, scheme: str) -> None:
+    """A consumer that applies changes at the end of their snapshot may stop before that event."""
+    with upper.connect(node.url.replace("upr", scheme, 1)) as bucket:
+        partition = bucket.partition_of("a")
+        with bucket.changes(since="now", partitions=[partition]) as feed:
+            bucket.set("a", "1")
+            assert isinstance(next(feed), upper.Mutation)
+            assert feed.positions[partition].seqno == 0
+            assert isinstance(next(feed), upper.SnapshotEnd)
+            assert feed.positions[partition].seqno == 1
+            if scheme == "dcp":
+                return  # it has no message for a flush
+            bucket.flush()
+            assert isinstance(next(feed), upper.Flush)
+            assert feed.positions[partition].seqno == 1
+            assert isinstance(next(feed), upper.SnapshotEnd)
+            assert feed.positions[partition].seqno == 2
+
+
 def test_positions_are_taken_up_where_they_were_left(bucket: Bucket) -> None:
     bucket.set_many((f"k{n}", "1") for n in range(200))
     first = bucket.changes_arrow(until="now")

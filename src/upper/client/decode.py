@@ -82,10 +82,13 @@ class StreamFramer(Framer):
             for change in changes:
                 consumer, seqno = consumers[change.partition], change.seqno
                 assert seqno is not None
-                reached = consumer.stream.moved(seqno)
+                if not consumer.stream.moved(seqno):
+                    yield change
+                    continue
+                consumer.closing = True  # a marker with bounds states the last seqno of its snapshot
                 yield change
-                if reached:  # a marker with bounds states the last seqno of its snapshot
-                    yield consumer.snapshot_end(seqno)
+                consumer.closing = False
+                yield consumer.snapshot_end(seqno)
             if (at := past) == size:
                 break
             # What the kernel left: another message, extended attributes, or a change that is not sound.
@@ -116,7 +119,7 @@ class StreamFramer(Framer):
                     if data_type & XATTR:
                         attributes, value = split(value)
                         data_type &= ~XATTR
-                    reached = stream.moved(seqno)
+                    consumer.closing = bool(stream.moved(seqno))
                     yield Mutation(
                         partition=partition,
                         seqno=seqno,
@@ -133,7 +136,7 @@ class StreamFramer(Framer):
                     )
                 else:
                     seqno, revision = EXTRAS.unpack_from(data, at + HEADER_SIZE)
-                    reached = stream.moved(seqno)
+                    consumer.closing = bool(stream.moved(seqno))
                     kind = Expiration if opcode == last else Deletion
                     yield kind(
                         partition=partition,
@@ -144,7 +147,8 @@ class StreamFramer(Framer):
                         cas=cas,
                         xattrs=split(data[value_at:end])[0] if data_type & XATTR else None,
                     )
-                if reached:  # a marker with bounds states the last seqno of its snapshot
+                if consumer.closing:  # a marker with bounds states the last seqno of its snapshot
+                    consumer.closing = False
                     yield consumer.snapshot_end(seqno)
             else:
                 yield (dialect.decode(data[at:end], by=Side.SERVER),)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from upper.client.backoff import Backoff, BackoffSettings
-from upper.client.events import Event
+from upper.client.events import Event, SnapshotEnd
 from upper.client.link import Answer
 from upper.client.partition_consumer import DropConnection, Effects, PartitionConsumer, RequestSeqnos
 from upper.client.refusals import no_active_copy, refusal
@@ -306,11 +306,22 @@ class Follower:
         self.count(connection, data, now)
         for item in connection.frames.typed(data, self.consumers, self.dialect):
             if isinstance(item, tuple):
-                yield from self.on_message(node, item[0], now)
+                yield from self._in_turn(self.on_message(node, item[0], now))
                 if self.connections.get(node) is not connection:
                     return  # dropped: what follows was sent for a position that the node must not resume from
             else:
                 yield item
+
+    def _in_turn(self, events: list[Event]) -> Iterator[Event]:
+        """The events of one message: a flush is followed by the end of its snapshot."""
+        if len(events) > 1 and isinstance(last := events[-1], SnapshotEnd):
+            consumer = self.consumers[last.partition]
+            consumer.closing = True
+            yield from events[:-1]
+            consumer.closing = False
+            yield last
+        else:
+            yield from events
 
     def count(self, connection: StreamConnection, data: bytes, now: float) -> None:
         connection.active_at = now

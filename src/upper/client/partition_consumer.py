@@ -80,10 +80,14 @@ class PartitionConsumer:
             None  # the rollback that the producer requires, until its log arrives
         )
         self._completing = False  # the stream is requested only to complete the present snapshot
+        self.closing = False  # the last change of a snapshot is delivered, and its SnapshotEnd comes next
 
     @property
     def known(self) -> ResumePoints:
-        return ResumePoints.of(self.stream.trail)
+        """Where the application can resume. A snapshot counts once its end is delivered: until then the
+        application may hold its changes back."""
+        points = ResumePoints.of(self.stream.trail)
+        return ResumePoints(points.log, points.ends[:-1]) if self.closing else points
 
     # ── The handshake ─────────────────────────────────────────────────────────────────────────────
 
