@@ -35,8 +35,9 @@ test: check ## everything that must pass: check, then all tests
 quick: $(READY) ## the tests that are fast and do not start Spark
 	$(BIN)/python -m pytest -m "not slow and not spark" $(PYTEST_ARGS)
 
-soak: $(READY) ## a million histories of simulated clusters, most of a night (HISTORIES=N: as many)
+soak: $(READY) ## a million simulated clusters, then an hour of faults in each kind of real one (HISTORIES=N, HOURS=N: as many)
 	UPPER_SEEDS=$(or $(HISTORIES),1000000) $(BIN)/python -m pytest tests/cluster/test_simulation.py -k promises_hold -n 2
+	$(if $(filter 0,$(HOURS)),,UPPER_TORTURE_HOURS=$(or $(HOURS),1) $(BIN)/python -m pytest tests/cluster/test_torture.py)
 
 check: $(READY) ## lint, formatting and strict types of all Python code
 	$(BIN)/ruff check .

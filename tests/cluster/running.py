@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import upper
+from tests.cluster.links import Links
 from tests.nodes import Node
 from upper.cluster import administration
 from upper.cluster.agreement import AgreementStore
@@ -67,6 +69,8 @@ class RunningCluster:
     ) -> None:
         """`access` is what opening the store takes besides its location; nodes need it in `options`."""
         self.directory, self._lease, self._options = directory, lease, options
+        self.links: Links | None = None
+        self._linked_ports: dict[str, int] = {}
         self.location = store or str(directory / "agreement")
         self.store: AgreementStore = open_store(self.location, **access)
         self.nodes: dict[str, MemberProcess] = {}
@@ -86,6 +90,8 @@ class RunningCluster:
                 else:
                     node.kill()
         self.store.close()
+        if self.links is not None:
+            self.links.close()
 
     # ── Nodes ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -108,20 +114,41 @@ class RunningCluster:
         """Start a node, for the first time or again, and wait until it is ready."""
         node = self.nodes.get(name)
         if node is None:
-            node = MemberProcess(
-                self.directory / name, self.location, *self._options, *options, lease=self._lease
-            )
+            location, more = self.location, list(options)
+            if self.links is not None:
+                location = self._link(name, self.links)
+                more += ["--advertise", f"127.0.0.1:{self._linked_ports[name]}"]
+            node = MemberProcess(self.directory / name, location, *self._options, *more, lease=self._lease)
             node.env = self.env
             self.nodes[name] = node
         node.start(within=PATIENCE)
         return node
+
+    def use_links(self) -> Links:
+        """New nodes are reached, and reach an etcd without TLS, over links that the test can cut."""
+        self.links = Links(self._processes)
+        return self.links
+
+    def _link(self, name: str, links: Links) -> str:
+        """Make the links to a new node and to its store; the location of the store."""
+        self._linked_ports[name] = links.to(name, lambda: self.nodes[name].port)
+        scheme, _, rest = self.location.partition("://")
+        if scheme != "etcd":
+            return self.location  # a directory
+        address, _, root = rest.partition("/")
+        port = int(address.rpartition(":")[2])
+        return f"{scheme}://127.0.0.1:{links.to(store_of(name), lambda: port)}/{root}"
+
+    def _processes(self) -> dict[int, str]:
+        return {node.pid: name for name, node in tuple(self.nodes.items()) if node.running}
 
     def kill(self, name: str) -> None:
         self.nodes[name].kill()
 
     @property
     def url(self) -> str:
-        return f"upr://{','.join(f'127.0.0.1:{node.port}' for node in self.nodes.values())}/default"
+        ports = self._linked_ports or {name: node.port for name, node in self.nodes.items()}
+        return f"upr://{','.join(f'127.0.0.1:{port}' for port in ports.values())}/default"
 
     def connect(self, **options: object) -> upper.Bucket:
         return upper.connect(self.url, timeout=PATIENCE, patience=PATIENCE, **options)  # type: ignore[arg-type]
@@ -160,6 +187,11 @@ class RunningCluster:
         return "\n".join(f"── {name}\n{node.log[-1500:]}" for name, node in self.nodes.items())
 
 
+def store_of(name: str) -> str:
+    """The name of the link from a node to its store."""
+    return f"store of {name}"
+
+
 @dataclass
 class KeyHistory:
     """What happened to one key, by the monotonic clock."""
@@ -184,16 +216,19 @@ class KeyHistory:
 
 
 class History:
-    """Clients that write and read `keys` keys until they are stopped."""
+    """Clients that write and read `keys` keys until they are stopped. Each key has one writer."""
 
-    def __init__(self, cluster: RunningCluster, *, keys: int = 24, readers: int = 1) -> None:
+    def __init__(
+        self, cluster: RunningCluster, *, keys: int = 24, readers: int = 1, writers: int = 1
+    ) -> None:
         self.cluster = cluster
         self.keys = {f"key-{number}": KeyHistory() for number in range(keys)}
         self._ending = threading.Event()
         self._failures: list[str] = []
         self.first_acknowledged: list[float] = []
-        self._threads = [threading.Thread(target=self._run, args=(self._write,))]
-        self._threads += [threading.Thread(target=self._run, args=(self._read,)) for _ in range(readers)]
+        parts = [list(self.keys.items())[first::writers] for first in range(writers)]
+        work = [partial(self._write, some) for some in parts] + [self._read] * readers
+        self._threads = [threading.Thread(target=self._run, args=(each,)) for each in work]
 
     @contextmanager
     def running(self) -> Iterator[Self]:
@@ -216,8 +251,8 @@ class History:
         except Exception as error:  # noqa: BLE001  # reported by the test
             self._failures.append(repr(error))
 
-    def _write(self, bucket: upper.Bucket) -> None:
-        for key, history in self.keys.items():
+    def _write(self, keys: list[tuple[str, KeyHistory]], bucket: upper.Bucket) -> None:
+        for key, history in keys:
             number = len(history.sent) + 1
             history.sent.append((time.monotonic(), number))
             try:

@@ -117,8 +117,12 @@ def test_make_quick_leaves_out_what_is_slow(clone: Path) -> None:
 
 
 def test_make_soak_runs_the_given_number_of_histories(clone: Path) -> None:
-    printed = make("soak", "HISTORIES=3", at=clone)
+    printed = make("soak", "HISTORIES=3", "HOURS=0", at=clone)
     assert re.search(r"\b\d+ passed", printed)
+    assert "test_torture" not in printed
+    assert "UPPER_TORTURE_HOURS=2 .venv/bin/python -m pytest tests/cluster/test_torture.py" in make(
+        "--dry-run", "soak", "HOURS=2", at=clone
+    )
 
 
 @pytest.mark.slow
