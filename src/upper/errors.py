@@ -259,6 +259,12 @@ class StorageError(UpperError):
     exit_code = 5
 
 
+class InvalidBucket(StorageError):
+    """A bucket cannot have this name or this number of partitions."""
+
+    exit_code = 2
+
+
 class Corrupt(StorageError):
     """Stored bytes contradict their checksum or each other."""
 

@@ -54,6 +54,7 @@ def test_a_script_names_every_verb_and_every_option(shell: str, upper: Run) -> N
     script = upper("completion", shell).stdout
     for word in completion.words():
         assert word.text.lstrip("-") in script
+    assert "SUPPRESS" not in script, "argparse's mark of an option that help leaves out"
 
 
 @pytest.mark.parametrize("shell", completion.RENDER)

@@ -5,7 +5,7 @@ The script runs no program when it completes.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace, _SubParsersAction
+from argparse import SUPPRESS, ArgumentParser, Namespace, _SubParsersAction
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -50,7 +50,8 @@ def words() -> Iterator[Word]:
 
 def _of_parser(path: tuple[str, ...], parser: ArgumentParser) -> Iterator[Word]:
     for action in parser._actions:
-        about = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+        about = "" if action.help is SUPPRESS else action.help or ""
+        about = about.replace("%(default)s", str(action.default)).replace("%%", "%")
         if isinstance(action, _SubParsersAction):
             summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
             for name, child in action.choices.items():

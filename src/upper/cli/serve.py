@@ -191,6 +191,9 @@ def size(text: str) -> int:
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = number[-1:] if number[-1:] in UNITS else ""
     try:
-        return int(float(number.removesuffix(unit)) * UNITS[unit])
+        found = int(float(number.removesuffix(unit)) * UNITS[unit])
     except (ValueError, OverflowError):
-        raise BadSettings(f"{text!r} is not a size; write it like 512M or 4G") from None
+        found = -1
+    if found < 0:
+        raise BadSettings(f"{text!r} is not a size; write it like 512M or 4G")
+    return found

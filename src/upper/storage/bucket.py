@@ -133,7 +133,7 @@ class BucketStore:
         """
         began = time.monotonic()
         directory, disk = Path(path), disk or Disk()
-        opening.refuse_foreign(directory, name, restored=restored)
+        opening.refuse_foreign(directory, name, partitions, restored=restored)
         lock = opening.lock_directory(directory, disk)
         try:
             identity = opening.identify(directory, disk, name=name, partitions=partitions, uuid=uuid)

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from upper.errors import Corrupt, DirectoryInUse, NotWritable, StorageError
+from upper.errors import Corrupt, DirectoryInUse, InvalidBucket, NotWritable, StorageError
 from upper.history.partition_state import NEXT, StateCue
 from upper.model.values import ZERO, BranchId, FailoverLog, State, Version
 from upper.storage import load, metadata
@@ -46,6 +46,7 @@ OURS = frozenset(
 NAME = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_.%-]{0,99}")
 DEFAULT_NAME = "default"
 DEFAULT_PARTITIONS = 1024
+MOST_PARTITIONS = 32768  # the hash of a key has 15 bits
 UNKNOWN_BRANCH = BranchId(1)  # the failover log of a partition before it is read
 
 
@@ -58,16 +59,22 @@ class OpeningReport(NamedTuple):
     seconds: float
 
 
-def refuse_foreign(directory: Path, name: str | None, *, restored: bool) -> None:
-    """Reject an invalid name, and a directory with other files, before writing there."""
+def refuse_foreign(directory: Path, name: str | None, partitions: int | None, *, restored: bool) -> None:
+    """Reject an invalid name or size, and a directory with other files, before writing there."""
     if name is not None and not NAME.fullmatch(name):
-        raise StorageError(
+        raise InvalidBucket(
             f"{name[:100]!r} cannot name a bucket; use up to 100 letters, digits and any of _ - % ."
         )
     if (directory / "bucket.json").exists():
         return
     if restored:
         raise StorageError(f"there is no bucket in {directory}; copy the backup there first")
+    if partitions is not None and (
+        partitions < 1 or partitions & (partitions - 1) or partitions > MOST_PARTITIONS
+    ):
+        raise InvalidBucket(
+            f"a bucket has a power of two of partitions, at most {MOST_PARTITIONS}, not {partitions}"
+        )
     if not directory.is_dir():
         return
     foreign = sorted(path.name for path in directory.iterdir() if path.name not in OURS)
@@ -130,9 +137,6 @@ def identify(
 
 
 def _create(directory: Path, disk: Disk, identity: Identity) -> Identity:
-    partitions = identity.partitions
-    if partitions < 1 or partitions & (partitions - 1) or partitions > 32768:
-        raise StorageError(f"a bucket has a power of two of partitions, at most 32768, not {partitions}")
     if (directory / "journal").exists() and any((directory / "journal").iterdir()):
         raise Corrupt(f"{directory} holds a journal but no bucket.json; restore it or use another directory")
     try:

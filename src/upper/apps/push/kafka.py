@@ -388,7 +388,7 @@ def parse_kafka(url: str) -> tuple[str, str]:
     if not servers or not topic or "/" in topic or "@" in servers:
         raise InvalidArguments(
             "write the target as kafka://HOST:PORT[,HOST:PORT...]/TOPIC; credentials go into "
-            "the file of --settings"
+            "the file of --settings-file"
         )
     return servers, topic
 
