@@ -23,7 +23,7 @@ from tests.apps.test_lake_node import Following
 from tests.apps.test_lake_objects import NUMBERS, killed_before_operation, server, url  # noqa: F401
 from tests.apps.test_lake_readers import READERS, expected, rows_of
 from tests.nodes import Node
-from upper.apps.lake import files, rewrite, tasks
+from upper.apps.lake import files, replay, rewrite, tasks
 from upper.apps.lake.erase import erase
 from upper.apps.lake.maintenance import compact, remove_retired, vacuum
 from upper.apps.lake.query import query
@@ -114,6 +114,7 @@ def test_a_lake_ends_equal_to_the_bucket_whatever_memory_its_filling_had(story: 
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "UNGROUPED_BYTES", -1)
         patch.setattr(tasks, "MEMORY", memory)
+        patch.setattr(replay, "MOVED_AT_ONCE", memory)
         live_through(World(Path(directory)), story)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
@@ -12,7 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upper.apps.lake import replay
-from upper.apps.lake.replay import by_partition, fold, fold_group, keys_differ, ordered, split_live
+from upper.apps.lake.replay import (
+    by_partition,
+    digest,
+    fold,
+    fold_group,
+    keys_differ,
+    ordered,
+    split_live,
+    taken,
+)
 from upper.apps.lake.schema import CHANGES, LATEST, file_schema
 from upper.model.values import Partition
 
@@ -191,3 +201,38 @@ def test_a_table_is_cut_where_the_partition_changes(partitions: list[int], chunk
     assert [partition for partition, part in found for _ in range(len(part))] == partitions
     assert all(one[0] != other[0] for one, other in pairwise(found))
     assert pa.concat_tables([rows.slice(0, 0), *(part for _, part in found)]).equals(rows)
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.binary(max_size=40)), max_size=30),
+    st.integers(1, 9),
+    st.integers(1, 200),
+    st.data(),
+)
+def test_rows_that_are_too_large_to_be_taken_at_once_are_taken_in_portions(
+    values: list[bytes | None], chunk: int, most: int, data: st.DataObject
+) -> None:
+    rows = pa.table(
+        {"value": pa.array(values, pa.binary()), "number": pa.array(range(len(values)), pa.int64())}
+    )
+    parts = [rows.slice(start, chunk) for start in range(0, len(rows), chunk)]
+    cut = pa.concat_tables([rows.slice(0, 0), *parts])
+    numbers = st.lists(st.integers(0, max(0, len(values) - 1)), max_size=40 if values else 0)
+    for kind in (np.int64, np.uint64):
+        order = np.array(data.draw(numbers), kind)
+        found = taken(cut, order, most=most)
+        assert found.to_pylist() == rows.take(pa.array(order)).to_pylist()
+        for part in found["value"].chunks:  # a portion passes the limit by one row at most
+            assert sum(len(value or b"") for value in part.to_pylist()) <= most + 40 or rows.nbytes <= most
+
+
+@given(st.lists(st.one_of(st.none(), st.binary(max_size=3)), min_size=1, max_size=12), st.integers(1, 5))
+def test_a_digest_does_not_depend_on_how_rows_are_stored(values: list[bytes | None], chunk: int) -> None:
+    columns = {field.name: pa.nulls(len(values), field.type) for field in file_schema(LATEST)}
+    numbered = pa.array(range(len(values)), pa.int64())
+    rows = pa.table(columns | {"value": pa.array(values, pa.binary()), "seqno": numbered})
+    parts = [rows.slice(start, chunk) for start in range(0, len(rows), chunk)]
+    assert digest(pa.concat_tables(parts)) == digest(rows)
+    other = pa.array([b"other", *values[1:]], pa.binary())
+    changed = rows.set_column(rows.schema.get_field_index("value"), "value", other)
+    assert (digest(changed) == digest(rows)) == (values[0] == b"other")

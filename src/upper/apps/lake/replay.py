@@ -75,7 +75,46 @@ def ordered(rows: pa.Table, *, once: bool = False, most: int = MOVED_AT_ONCE) ->
         if once:
             new = (np.diff(partitions[order]) != 0) | (np.diff(seqnos[order]) != 0)
             order = order[np.concatenate(([True], new))]
-    return rows.take(pa.array(order))
+    return taken(rows, order)
+
+
+def taken(rows: pa.Table, order: Any, *, most: int | None = None) -> pa.Table:
+    """Rows by their numbers, an array of numpy, in this order.
+
+    Arrow puts the chunks of a column together to take rows from it, which fails past 2**31 bytes. So rows
+    of more than `most` bytes are taken in portions, each from the chunks that hold some of it.
+    """
+    most = MOVED_AT_ONCE if most is None else most
+    if rows.nbytes <= most:
+        return rows.combine_chunks().take(pa.array(order))  # rows of many chunks are looked up one by one
+    batches, start = list[tuple[int, pa.RecordBatch]](), 0
+    for batch in rows.to_batches():
+        batches.append((start, batch))
+        start += batch.num_rows
+    portions = [rows.slice(0, 0)]
+    sizes = np.cumsum(_sizes(rows)[order])
+    cuts = np.searchsorted(sizes, np.arange(most, int(sizes[-1]) if len(sizes) else 0, most))
+    for portion in np.split(order, np.unique(cuts)):
+        inside = np.sort(portion)
+        edges = np.searchsorted(inside, [*(start for start, _ in batches), len(rows)])
+        parts = [
+            batch.take(pa.array(inside[first:last] - start))
+            for (start, batch), first, last in zip(batches, edges[:-1], edges[1:], strict=True)
+            if last > first
+        ]
+        if parts:
+            found = pa.Table.from_batches(parts).combine_chunks()
+            portions.append(found.take(pa.array(np.searchsorted(inside, portion))))
+    return pa.concat_tables(portions)
+
+
+def _sizes(rows: pa.Table) -> Any:
+    """The bytes of each row in the columns of any length."""
+    found = np.zeros(len(rows), np.int64)
+    for column in rows.columns:
+        if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
+            found += numbers(pc.fill_null(pc.binary_length(column), 0))
+    return found
 
 
 def _merged(rows: pa.Table, *, once: bool) -> pa.Table:
@@ -126,7 +165,7 @@ def fold(base: pa.Table, changes: pa.Table) -> pa.Table:
         newest = np.empty(len(coded.dictionary), dtype=np.int64)
         # Of a key that repeats, the last one stays.
         newest[numbers(pa.chunked_array([coded.indices]))] = np.arange(len(changes))
-        changes = changes.take(pa.array(np.sort(newest)))
+        changes = taken(changes, np.sort(newest))
     live = changes.select(file_schema(LATEST).names)
     if not all_live:
         live = live.filter(pc.equal(changes["operation"], MUTATION))
@@ -235,9 +274,7 @@ def _hashes(partitions: pa.Array, keys: pa.Array) -> Any:
 
 def by_key(rows: pa.Table) -> pa.Table:
     """Rows of one partition, ordered by key; rows with the same key stay in their order."""
-    order = pc.sort_indices(rows["key"])
-    # Rows of many chunks are looked up one by one.
-    return (rows.combine_chunks() if rows.nbytes <= MOVED_AT_ONCE else rows).take(order)
+    return taken(rows, numbers(pa.chunked_array([pc.sort_indices(rows["key"])])))
 
 
 def take_back(rows: pa.Table, rollbacks: Mapping[Partition, RollbackPlan]) -> tuple[pa.Table, pa.Table]:
@@ -280,17 +317,19 @@ def digest(rows: pa.Table) -> str:
     check = blake2b(digest_size=16)
     check.update(len(rows).to_bytes(8, "little"))
     for name in COMPARED:
-        column = rows[name].combine_chunks()
+        column = rows[name]
         if pa.types.is_binary(column.type) or pa.types.is_string(column.type):
             # Lengths and bytes, not Arrow's offsets: a slice of a longer column has other offsets.
-            check.update(pc.fill_null(pc.binary_length(column), -1).to_numpy(zero_copy_only=False).tobytes())
-            column = column.drop_null()  # a null may have bytes of what it replaced
-            _, offsets, data = column.buffers()
-            if len(column) and data is not None:
-                edges = np.frombuffer(offsets, np.int32)[column.offset : column.offset + len(column) + 1]
-                check.update(memoryview(data)[int(edges[0]) : int(edges[-1])])
+            check.update(numbers(pc.fill_null(pc.binary_length(column), -1)).tobytes())
+            for chunk in column.chunks:
+                chunk = chunk.drop_null()  # a null may have bytes of what it replaced
+                _, offsets, data = chunk.buffers()
+                if len(chunk) and data is not None:
+                    edges = np.frombuffer(offsets, np.int32)[chunk.offset : chunk.offset + len(chunk) + 1]
+                    check.update(memoryview(data)[int(edges[0]) : int(edges[-1])])
         else:
-            check.update(np.ascontiguousarray(column.to_numpy(zero_copy_only=False)).tobytes())
+            values = column.combine_chunks().to_numpy(zero_copy_only=False)
+            check.update(np.ascontiguousarray(values).tobytes())
     return check.hexdigest()
 
 

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from upper.apps.lake.derived_table import KEY, PARTITION
+from upper.apps.lake.replay import numbers, taken
 from upper.apps.typed.definitions import DECIMAL, TypedColumn, TypedTable
 
 EPOCH_UNITS = {"timestamp(s)": 1, "timestamp(ms)": 1_000}  # units in a second
@@ -42,14 +43,13 @@ class Rejection:
     reason: str
 
 
-def matching(table: TypedTable, keys: pa.ChunkedArray | pa.Array) -> pa.Array:
-    """The rows whose keys belong to a table, by number."""
-    begins = pc.starts_with(keys, pattern=table.prefix)
-    rows = pc.indices_nonzero(begins)
-    if table.key.encode() == table.prefix + b"*":
-        return rows
-    fits = map(table.pattern.fullmatch, keys.take(rows).to_pylist())
-    return rows.filter(pa.array([match is not None for match in fits], pa.bool_()))
+def matching(table: TypedTable, keys: pa.ChunkedArray) -> Any:
+    """The rows whose keys belong to a table, by number, as an array of numpy."""
+    rows = pc.indices_nonzero(pc.starts_with(keys, pattern=table.prefix))
+    if table.key.encode() != table.prefix + b"*":
+        fits = map(table.pattern.fullmatch, keys.take(rows).to_pylist())
+        rows = rows.filter(pa.array([match is not None for match in fits], pa.bool_()))
+    return numbers(pa.chunked_array([rows]))
 
 
 def convert(table: TypedTable, rows: pa.Table) -> tuple[pa.Table, list[Rejection]]:
@@ -329,7 +329,7 @@ def fitting_rows(
     table: TypedTable, live: pa.Table, metadata: Callable[[pa.Table], Mapping[str, pa.Array]]
 ) -> pa.Table:
     """A row for each live key of the table whose value fits: partition, key, seqno, `metadata`, columns."""
-    rows = live.take(matching(table, live["key"]))
+    rows = taken(live, matching(table, live["key"]))
     columns, rejections = convert(table, rows)
     made = pa.table(
         {
@@ -343,7 +343,7 @@ def fitting_rows(
     if not rejections:
         return made
     fits = np.setdiff1d(np.arange(len(rows)), [each.row for each in rejections])
-    return made.take(pa.array(fits))
+    return taken(made, fits)
 
 
 @dataclass(frozen=True)
@@ -365,9 +365,9 @@ class RejectedRows:
     def __call__(self, live: pa.Table) -> pa.Table:
         parts = []
         for table in self.tables:
-            rows = live.take(matching(table, live["key"]))
+            rows = taken(live, matching(table, live["key"]))
             _, rejections = convert(table, rows)
-            rows = rows.take(pa.array([each.row for each in rejections], pa.int64()))
+            rows = taken(rows, np.array([each.row for each in rejections], np.int64))
             parts.append(
                 pa.table(
                     {
