@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import selectors
@@ -25,8 +26,8 @@ from tests.nodes import Node
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.query import query
 from upper.apps.lake.verify import verify
-from upper.cli.sync_config import read_config
-from upper.errors import InvalidArguments
+from upper.cli.sync_config import _ConfigReader, read_config
+from upper.errors import BadUrl, InvalidArguments
 from upper.pipeline.local import LocalRunner
 from upper.pipeline.metrics import Durations, Metric
 from upper.pipeline.source import BucketSource
@@ -295,6 +296,55 @@ def test_a_mistake_in_the_file_is_a_sentence_without_secrets(text: str, printed:
         read_config(written(tmp_path / "sync.toml", text), {})
     assert printed in str(error.value)
     assert "hidden" not in str(error.value)
+
+
+WHOLE: dict[str, Any] = {
+    "metrics-port": 9464,
+    "every": "2s",
+    "spark": {"master": "local[2]", "py-files": ["upper.whl"], "conf": {"spark.executor.memory": "2g"}},
+    "lake": [
+        {
+            "bucket": "upr://reader@h/orders",
+            "password-env": "P",
+            "lake": "orders",
+            "name": "orders",
+            "types": "types.yml",
+            "groups": 4,
+            "keep": "both",
+            "storage": {"AWS_REGION": "eu", "AWS_SECRET_ACCESS_KEY": {"env": "P"}},
+            "latest-every": "1s",
+        }
+    ],
+}
+WRONG = [5, -1, True, "x", "", [], [1], ["x"], {}, {"a": 1}, 1.5, {"env": 1}, {"file": "absent"}]
+
+
+def places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to everything that a file has."""
+    inside = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for name, value in inside:
+        yield (*place, name)
+        yield from places(value, (*place, name))
+
+
+def test_no_value_of_the_file_is_more_than_a_mistake(tmp_path: Path) -> None:
+    written(tmp_path / "types.yml", "tables: {t: {key: a, columns: {a: int}}}")
+    reader = _ConfigReader(tmp_path / "sync.toml", {"P": "hidden"}, Path.read_text)
+    assert reader.config(WHOLE).metrics_port == 9464
+    printed = []
+    for place in places(WHOLE):
+        for value in WRONG:
+            *way, last = place
+            held = data = copy.deepcopy(WHOLE)
+            for step in way:
+                held = held[step]
+            held[last] = value
+            try:
+                reader.config(data)
+            except (InvalidArguments, BadUrl) as error:  # and nothing else
+                printed.append(str(error))
+    assert len(printed) > 100
+    assert "hidden" not in "".join(printed)
 
 
 def test_the_file_has_everything_that_a_lake_needs(tmp_path: Path) -> None:

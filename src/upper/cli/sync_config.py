@@ -85,10 +85,10 @@ class _ConfigReader:
     def config(self, data: Mapping[str, Any]) -> SyncConfig:
         self._known(data, ("metrics-port", "spark", "lake", *INTERVALS), "the file")
         lakes = data.get("lake")
-        if not isinstance(lakes, list) or not lakes:
+        if not isinstance(lakes, list) or not lakes or not all(isinstance(one, dict) for one in lakes):
             raise self._wrong("there is no lake; add a [[lake]] with bucket and lake")
         port = data.get("metrics-port")
-        if port is not None and not (isinstance(port, int) and 0 <= port < 65536):
+        if port is not None and not (type(port) is int and 0 <= port < 65536):
             raise self._wrong("metrics-port is not a port, a number from 1 to 65535")
         defaults = {name: data[name] for name in INTERVALS if name in data}
         found = tuple(self._lake({**defaults, **one}) for one in lakes)
@@ -107,8 +107,8 @@ class _ConfigReader:
             key.replace("-", "_"): self._seconds(data[key], key, where) for key in INTERVALS if key in data
         }
         groups = data.get("groups")
-        if groups is not None and not isinstance(groups, int):
-            raise self._wrong(f"groups of {where} is not a number")
+        if groups is not None and not (type(groups) is int and groups > 0):
+            raise self._wrong(f"groups of {where} is not a number from 1 up")
         store = open_store(
             place if "://" in place else str(self._beside(place)),
             self._storage(data.get("storage", {}), where),
@@ -141,7 +141,9 @@ class _ConfigReader:
         password = self._referred({kind: data[sources[0]]}, sources[0], where)
         return with_login(url, user, password)
 
-    def _storage(self, data: Mapping[str, Any], where: str) -> dict[str, str]:
+    def _storage(self, data: Any, where: str) -> dict[str, str]:
+        if not isinstance(data, dict):
+            raise self._wrong(f'storage of {where} is a table, such as {{ AWS_REGION = "eu-west-1" }}')
         options = {}
         for name, value in data.items():
             if isinstance(value, dict):
@@ -180,11 +182,17 @@ class _ConfigReader:
         self._known(data, SPARK, "[spark]")
         if data.get("local") and "master" in data:
             raise self._wrong("[spark] has local and master; local works without Spark")
+        local, master, conf = data.get("local", False), data.get("master", "local[*]"), data.get("conf", {})
+        files = data.get("py-files", [])
+        if not isinstance(local, bool) or not isinstance(master, str) or not isinstance(conf, dict):
+            raise self._wrong("[spark]: local is true or false, master is text, conf is a table")
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            raise self._wrong("[spark]: py-files is a list of paths")
         return WorkerSettings(
-            local=bool(data.get("local", False)),
-            master=str(data.get("master", "local[*]")),
-            py_files=tuple(str(self._beside(file)) for file in data.get("py-files", ())),
-            spark={str(name): str(value) for name, value in data.get("conf", {}).items()},
+            local=local,
+            master=master,
+            py_files=tuple(str(self._beside(file)) for file in files),
+            spark={str(name): str(value) for name, value in conf.items()},
         )
 
     def _known(self, data: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
