@@ -228,3 +228,17 @@ def test_a_dump_that_the_node_breaks_off_is_not_taken_for_whole(node: Node, end:
         getattr(node, end)()
         with pytest.raises(Unreachable, match="start over"):
             ends(feed)
+
+
+def test_another_thread_may_close_a_feed_at_any_moment(shared_node: Node) -> None:
+    with upper.connect(shared_node.url) as bucket:
+        bucket.set_many({f"closed {n}": "v" for n in range(50)})
+        for turn in range(100):
+            feed = bucket.changes(until="now" if turn % 2 else None)
+            thread = threading.Thread(target=lambda feed=feed: list(feed))
+            thread.start()
+            while thread.is_alive():
+                feed.close()
+            thread.join()
+            assert feed._wake.fileno() == -1, "it was closed by one of the two"
+            assert list(feed) == []

@@ -45,11 +45,13 @@ class Feed(Generic[T]):
         self._connections: dict[NodeAddress, NodeConnection] = {}
         self._unsent: dict[NodeAddress, memoryview] = {}
         self._arrived: list[tuple[NodeAddress, bytes]] = []
-        self._closed = False
+        self._closed = False  # nothing more is delivered
+        self._released = False  # and the connections are closed
+        self._releasing = threading.RLock()
         self._inside: int | None = None  # the thread in `__next__`
         self._resumable = False  # after an exception: nothing received was lost with it
-        self._leave = threading.Event()
         self._wake, self._wake_sender = socket.socketpair()
+        self._wake_sender.setblocking(False)  # one byte is enough
 
     # ── For the application ───────────────────────────────────────────────────────────────────────
 
@@ -59,12 +61,13 @@ class Feed(Generic[T]):
     def __next__(self) -> T:
         if self._inside is not None:
             self.close()  # the last call was interrupted twice, the second time while it cleaned up
-        if self._closed:
-            raise StopIteration
+        # Before `_closed` is read: `close` sets that before it reads this.
         self._inside, self._resumable = threading.get_ident(), False
         try:
             item = self._next()
             self._inside = None
+            if self._closed:
+                self._release()  # another thread has left it to this one
             return item
         except BaseException:
             # The end; or positions are ahead of what was delivered, and going on would lose the difference;
@@ -76,8 +79,9 @@ class Feed(Generic[T]):
 
     def _next(self) -> T:
         reader = self._reader
-        reader.asked_on(time.monotonic())
-        while not self._leave.is_set():
+        if not self._closed:
+            reader.asked_on(time.monotonic())
+        while not self._closed:
             item = reader.next(time.monotonic())
             if isinstance(item, Rollback):
                 return self._roll_back(item)
@@ -128,19 +132,25 @@ class Feed(Generic[T]):
 
         Another thread may call this: a thread that waits for the next item then gets StopIteration.
         """
-        self._leave.set()
-        if self._closed:
-            return
-        if self._inside not in (None, threading.get_ident()):
-            self._wake_sender.send(b"!")
-            return
         self._closed = True
-        self._wake.close()
-        self._wake_sender.close()
-        for connection in self._connections.values():
-            connection.socket.close()
-        self._connections.clear()
-        self._reader.save(time.monotonic())
+        if self._inside in (None, threading.get_ident()):
+            self._release()
+        else:
+            with suppress(OSError):  # that thread has ended it meanwhile
+                self._wake_sender.send(b"!")
+
+    def _release(self) -> None:
+        """Close the connections and save the checkpoint, once."""
+        with self._releasing:
+            if self._released:
+                return
+            self._released = True
+            self._wake.close()
+            self._wake_sender.close()
+            for connection in self._connections.values():
+                connection.socket.close()
+            self._connections.clear()
+            self._reader.save(time.monotonic())
 
     def __enter__(self) -> Self:
         return self
