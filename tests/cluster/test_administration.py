@@ -235,11 +235,11 @@ def test_a_failover_by_hand_promotes_in_sync_copies_and_by_force_others(
     store.end("n1")
     assert main(["cluster", "failover", store.place, "n1", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {
-        "node": "n1", "promoted": 1, "lossy": [], "unavailable": [behind],
+        "node": "n1", "promoted": 1, "lossy": [], "kept": {}, "unavailable": [behind],
     }  # fmt: skip
     assert store.map.entries[behind].active == "id-n1", "a copy that is not in sync is not promoted"
     reported = refusal(capsys, "failover", store.place, "n1", "--force")
-    assert f"partition {behind}: n2 would become active, and is not in sync" in reported
+    assert f"partition {behind}: n2 is to become active, and is not in sync; acknowledged" in reported
     assert "nothing was changed" in reported
     assert "n2 did not report how far its copies are, and they are promoted last: 127.0.0.1:9" in reported
     store.end("n2")

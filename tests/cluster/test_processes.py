@@ -5,15 +5,21 @@ How long a failover took is printed, not asserted: the machine may be busy. `pyt
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.etcd import Etcd
 from tests.cluster.running import History, RunningCluster
+from tests.conftest import Run
+from upper.cluster import administration
+from upper.cluster.bucket_map import PartitionEntry
 from upper.cluster.members import ClusterState
+from upper.model.values import Partition
 
 pytestmark = pytest.mark.slow
 
@@ -34,9 +40,12 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RunningC
         yield cluster
 
 
+def entries(state: ClusterState) -> tuple[PartitionEntry, ...]:
+    return administration.bucket_of(state).entries
+
+
 def active_nodes(state: ClusterState) -> set[str]:
-    assert state.bucket_map is not None
-    return {state.name_of(entry.active) for entry in state.bucket_map.entries}
+    return {state.name_of(entry.active) for entry in entries(state)}
 
 
 def test_a_killed_node_loses_nothing_acknowledged_and_returns_as_a_replica(cluster: RunningCluster) -> None:
@@ -88,6 +97,43 @@ def test_a_restart_of_every_node_keeps_every_acknowledged_write(cluster: Running
         cluster.start(name)
     history.check()
     cluster.until_in_sync()
+
+
+def test_a_forced_failover_shows_from_which_seqnos_on_changes_are_lost_and_begins_branches_there(
+    cluster: RunningCluster, upper: Run
+) -> None:
+    cluster.create(2)
+    cluster.until_in_sync()
+    keys = [f"key-{number}" for number in range(200)]  # some in every partition
+    with closing(cluster.connect()) as bucket:
+        bucket.set_many(dict.fromkeys(keys, "kept"))
+        highs = bucket.seqnos()
+        cluster.kill("n2")
+        cluster.until(
+            lambda state: active_nodes(state) == {"n1"} and all(len(e.in_sync) == 1 for e in entries(state))
+        )
+        bucket.set_many(dict.fromkeys(keys, "lost"))
+        cluster.kill("n1")
+        cluster.start("n2")
+        cluster.until(lambda state: {state.name_of(node) for node in state.alive} == {"n2"})
+        words = ("cluster", "failover", cluster.location, "n1")
+        refused = upper(*words)
+        assert refused.returncode == 1
+        assert "16 partitions stay unavailable: no in-sync copy is alive" in refused.stdout
+        done = upper(*words, "--force", "--yes", "--json")
+        assert done.returncode == 0, done.stderr
+        shown = json.loads(done.stdout)
+        assert shown["lossy"] == list(range(16))
+        assert shown["kept"] == {str(partition): high for partition, high in highs.items()}
+        assert f"acknowledged changes after seqno {highs[Partition(0)]} are lost" in done.stderr
+        assert {bucket.get(key).value for key in keys} == {b"kept"}
+        logs = bucket.failover_logs()
+        assert {partition: log.versions[0].seqno for partition, log in logs.items()} == highs
+        cluster.start("n1")
+        cluster.until_in_sync()
+        bucket.set_many(dict.fromkeys(keys[:100], "new"))
+        assert [bucket.get(key).value for key in keys] == [b"new"] * 100 + [b"kept"] * 100
+    assert "rolls back" in cluster.nodes["n1"].log
 
 
 def test_a_node_that_lost_what_was_in_memory_gives_its_partitions_to_the_copies_that_have_it(

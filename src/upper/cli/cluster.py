@@ -33,6 +33,7 @@ upper cluster rebalance ./c/agreement --remove n2
 upper cluster set ./c/agreement replicas=1 acknowledge=local
 """
 POLL = 0.5  # seconds between two looks at a rebalance
+SHOWN = 20  # partitions whose losses are listed
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -300,7 +301,9 @@ def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
             f"{state.name_of(node)} did not report how far its copies are, and they are promoted last: {why}"
         )
     plan = planned_failover(state, args.name, progress, force=args.force)
-    if plan.lossy and not args.yes and not _confirmed(plan, state, out):
+    if plan.lossy:
+        _show_losses(plan, state, out)
+    if plan.lossy and not args.yes and not agreed(out, "lose these changes?"):
         raise InvalidArguments("nothing was changed; start the node, or answer yes, or add --yes")
     plan = fail_over_by_hand(store, args.name, progress, force=args.force)
     out.show(
@@ -308,6 +311,7 @@ def _failover(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:
             "node": args.name,
             "promoted": len(plan.entries),
             "lossy": sorted(plan.lossy),
+            "kept": {str(partition): seqno for partition, seqno in sorted(plan.kept.items())},
             "unavailable": list(plan.unavailable),
         },
         text=_failover_summary(plan, args.name, alive=plan.node in state.alive, forced=args.force),
@@ -332,16 +336,17 @@ def _failover_summary(plan: FailoverByHand, name: str, *, alive: bool, forced: b
     return "\n".join(lines)
 
 
-def _confirmed(plan: FailoverByHand, state: ClusterState, out: Output) -> bool:
-    """Show what a failover by force loses, and ask for confirmation on a terminal."""
-    for partition, node in sorted(plan.lossy.items())[:20]:
-        out.note(
-            f"partition {partition}: {state.name_of(node)} would become active, and is not in sync; "
-            f"acknowledged changes that only {state.name_of(plan.node)} has are lost"
-        )
-    if len(plan.lossy) > 20:
-        out.note(f"... and {len(plan.lossy) - 20} more")
-    return agreed(out, "lose these changes?")
+def _show_losses(plan: FailoverByHand, state: ClusterState, out: Output) -> None:
+    """Show what a failover by force loses."""
+    for partition, node in sorted(plan.lossy.items())[:SHOWN]:
+        name, kept = state.name_of(node), plan.kept.get(partition)
+        copy = f"{name} is to become active, and is not in sync"
+        if kept is None:
+            out.note(f"partition {partition}: {copy}; acknowledged changes that it does not have are lost")
+        else:
+            out.note(f"partition {partition}: {copy}; acknowledged changes after seqno {kept} are lost")
+    if len(plan.lossy) > SHOWN:
+        out.note(f"... and {len(plan.lossy) - SHOWN} more")
 
 
 def _set(args: Namespace, out: Output, store: AgreementStore) -> ExitCode:

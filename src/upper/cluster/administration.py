@@ -25,7 +25,7 @@ from upper.cluster.members import (
     read_state,
 )
 from upper.errors import ClusterError
-from upper.model.values import Partition
+from upper.model.values import Partition, Seqno
 
 ATTEMPTS = 100  # to store a change that others keep preceding
 PARTITIONS = 32768  # that a data directory holds
@@ -182,6 +182,7 @@ class FailoverByHand:
     node: NodeId
     entries: Mapping[Partition, PartitionEntry]
     lossy: Mapping[Partition, NodeId]  # copies that are not in sync and would become active
+    kept: Mapping[Partition, Seqno]  # the last changes that they have, as far as their nodes reported it
     unavailable: tuple[Partition, ...]  # no live copy at all
 
 
@@ -196,6 +197,7 @@ def planned_failover(state: ClusterState, name: str, progress: ProgressOf, *, fo
     alive = {each for each in state.alive if each != node}
     entries: dict[Partition, PartitionEntry] = {}
     lossy: dict[Partition, NodeId] = {}
+    kept: dict[Partition, Seqno] = {}
     unavailable = []
     for number, entry in enumerate(bucket_of(state).entries):
         if entry.active != node:
@@ -207,11 +209,13 @@ def planned_failover(state: ClusterState, name: str, progress: ProgressOf, *, fo
             after = forced(entry, alive, reached)
             if after is not None:
                 lossy[partition] = after.active
+                if (partition, after.active) in progress:
+                    kept[partition] = reached[after.active][1]
         if after is None:
             unavailable.append(partition)
         else:
             entries[partition] = after
-    return FailoverByHand(node, entries, lossy, tuple(unavailable))
+    return FailoverByHand(node, entries, lossy, kept, tuple(unavailable))
 
 
 def fail_over_by_hand(
