@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -178,3 +180,34 @@ def test_every_scheme_is_recognised_as_a_url() -> None:
         assert URL.match(f"{scheme}://a")
         assert URL.match(f"{scheme}s://a")
     assert not URL.match("etcd://a")
+
+
+LARGE_ANSWER = """
+import sys
+from types import SimpleNamespace
+from upper.cli.main import main
+sys.modules["upper.cli.completion"] = SimpleNamespace(
+    __doc__="", EXAMPLES="", add_arguments=lambda parser: None,
+    run=lambda args, out: out.raw(b"v" * 100_000) or 0,
+)
+sys.exit(main(["completion"]))
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_the_disk_takes_in_part_is_an_error(tmp_path: Path, unbuffered: str) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    with (tmp_path / "value").open("wb") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", LARGE_ANSWER],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            preexec_fn=limit,
+            check=False,
+        )
+    assert (done.returncode, "the output cannot be written" in done.stderr) == (ExitCode.USAGE, True)

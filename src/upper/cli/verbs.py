@@ -19,7 +19,7 @@ from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormat
 from collections.abc import Callable, Mapping, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC
 from importlib import import_module
-from io import TextIOWrapper
+from io import BufferedWriter, RawIOBase, TextIOWrapper
 from textwrap import wrap
 from typing import NoReturn, Protocol, cast
 
@@ -136,6 +136,9 @@ def run(arguments: list[str], *, begin: Callable[[], None] = lambda: None) -> in
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # for as long as we run
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
+        if isinstance(raw := sys.stdout.buffer, RawIOBase):
+            # PYTHONUNBUFFERED: a write that the disk takes in part would count as complete.
+            sys.stdout = TextIOWrapper(BufferedWriter(raw), sys.stdout.encoding)
         sys.stdout.reconfigure(errors="backslashreplace")  # show what the terminal cannot encode
     try:
         code = _run(arguments, begin)
