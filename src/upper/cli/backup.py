@@ -79,10 +79,7 @@ def _verify(args: Namespace, root: LakeStore, out: Output) -> ExitCode:
         for problem in found.damaged:
             out.print_line(problem)
         for difference in found.differences:
-            keys = ", ".join(map(repr, difference.keys))
-            out.print_line(
-                f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}"
-            )
+            out.print_line(difference.sentence())
         out.print_line(found.sentence())
     return ExitCode.OK if found.sound else ExitCode.DIFFERENT
 

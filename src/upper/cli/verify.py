@@ -44,9 +44,6 @@ def run(args: Namespace, out: Output) -> ExitCode:
         out.show(verdict)
     else:
         for difference in verdict.differences:
-            keys = ", ".join(map(repr, difference.keys))
-            out.print_line(
-                f"partition {difference.partition}: {difference.what}{f': {keys}' if keys else ''}"
-            )
+            out.print_line(difference.sentence())
         out.print_line(verdict.sentence())
     return ExitCode.DIFFERENT if verdict.differences else ExitCode.OK

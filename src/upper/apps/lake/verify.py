@@ -36,6 +36,10 @@ class Difference:
     what: str
     keys: tuple[bytes, ...] = ()
 
+    def sentence(self) -> str:
+        keys = ", ".join(map(repr, self.keys))
+        return f"partition {self.partition}: {self.what}{f': {keys}' if keys else ''}"
+
 
 @dataclass
 class Verdict:

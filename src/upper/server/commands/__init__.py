@@ -7,7 +7,6 @@ from upper.server.commands import (
     observe,
     partitions,
     session,
-    statistics,
     store,
     subdocument,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "observe",
     "partitions",
     "session",
-    "statistics",
     "store",
     "subdocument",
 ]

@@ -1,4 +1,4 @@
-"""Observe by key and by seqno, and the seqnos of all partitions.
+"""Observe by key and by seqno, the seqnos of all partitions, and statistics.
 
 A client counts the copies of a change by asking the nodes that hold one (CBD-510). The active copy reports a
 change as persisted when it may be exposed: it is on this disk and, where the bucket waits for its in-sync
@@ -11,6 +11,7 @@ from struct import Struct
 
 from upper.errors import InvalidArguments, KeyNotFound, NotAllowed, UnknownCollection
 from upper.model.values import BranchId, Seqno, State
+from upper.server import stats
 from upper.server.auth import Role
 from upper.server.table import Call, Reply, handles
 from upper.storage import PartitionStore
@@ -100,3 +101,10 @@ def all_seqnos(call: Call) -> Reply:
 def _last_change(store: PartitionStore) -> int:
     """The seqno of the last change. A consumer without a message for a flush never gets to a flush's own."""
     return min(store.items.last, _persisted(store))
+
+
+@handles(Opcode.STAT, role=Role.READ, large=True)
+def stat(call: Call) -> list[Reply]:
+    """A group of statistics: one answer for each, and an empty one at the end."""
+    rows = stats.group(call.node, call.key.decode(errors="replace"))
+    return [*(Reply(key=name.encode(), value=value.encode()) for name, value in rows), Reply()]
