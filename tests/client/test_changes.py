@@ -24,7 +24,13 @@ from upper.client.follow import FollowSettings
 from upper.client.link import Link
 from upper.client.partition_consumer import PartitionConsumer, event_of
 from upper.client.position_codec import ResumePoints
-from upper.errors import BadCheckpoint, InvalidArguments, NotMyPartition, RollbackRequired
+from upper.errors import (
+    BadCheckpoint,
+    InvalidArguments,
+    LocalProtocolError,
+    NotMyPartition,
+    RollbackRequired,
+)
 from upper.history.following import Following
 from upper.kernel.arrow import schema
 from upper.model import messages
@@ -317,6 +323,23 @@ def test_a_rollback_is_an_event_before_anything_of_the_new_branch(node: Node, sc
         assert found[0]["seqno"] == 0
         assert found[0]["branch"] == bucket.failover_log(2).branch
         assert gone == [rollback]
+
+
+@pytest.mark.parametrize("result", [True, False, "0", 6, -1])
+def test_what_on_rollback_returns_is_a_seqno_or_none(node: Node, result: object) -> None:
+    """False is 0 to Python: a consumer that keeps its state would be sent everything again."""
+    with upper.connect(node.url) as bucket:
+        key = next(f"k{n}" for n in range(100) if bucket.partition_of(f"k{n}") == 2)
+        done = bucket.changes()
+        for n in range(5):
+            bucket.set(key, str(n))
+            while not isinstance(next(done), upper.SnapshotEnd):
+                pass
+        positions = done.positions
+        done.close()
+        bucket.promote(2, to=3)
+        with pytest.raises(LocalProtocolError, match=f"on_rollback went to {result!r}; it goes to 3"):
+            list(bucket.changes(since=positions, until="now", on_rollback=lambda _: result))
 
 
 def test_a_follower_goes_on_when_the_node_restarts(node: Node, caplog: pytest.LogCaptureFixture) -> None:

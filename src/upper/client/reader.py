@@ -118,7 +118,7 @@ class Reader(Generic[T]):
     def handled(self, event: Rollback, to: object) -> T:
         """The callback has gone back, to the requested seqno (None) or to an earlier snapshot end."""
         if to is not None:
-            if not isinstance(to, int) or not 0 <= to <= event.to:
+            if not isinstance(to, int) or isinstance(to, bool) or not 0 <= to <= event.to:
                 raise LocalProtocolError(
                     f"on_rollback went to {to!r}; it goes to {event.to} (and may return None), or before it"
                 )
