@@ -53,14 +53,20 @@ def test_a_node_that_was_stopped_longer_than_its_lease_acknowledges_nothing_and_
         cluster.create(2, partitions=PARTITIONS, acknowledge=acknowledge)
         stopped: MemberProcess = cluster.nodes["n1"]
         keys = keys_of(cluster, "n1")
-        with cluster.connect() as bucket, Peer(stopped, None, timeout=PATIENCE) as peer:
+        with (
+            cluster.connect() as bucket,
+            Peer(stopped, None, timeout=PATIENCE) as peer,
+            Peer(stopped, None, timeout=PATIENCE) as reader,  # its answers wait for no write
+        ):
             for key in keys:
                 bucket.set(key, b"old")
-            assert all(peer.get(key, partition=where(key)).value == b"old" for key in keys)
+            assert all(reader.get(key, partition=where(key)).value == b"old" for key in keys)
+            peer.get(keys[0], partition=where(keys[0]))
             stopped.pause()
             # These wait in the socket of the process, and are the first that it sees when it continues.
             for number, key in enumerate(keys):
-                peer.send(Request(opcode=Opcode.GET, key=key, partition=where(key), opaque=number))
+                for each in (peer, reader):
+                    each.send(Request(opcode=Opcode.GET, key=key, partition=where(key), opaque=number))
                 peer.send(set_request(key, b"from the stopped node", 1000 + number))
             cluster.until(
                 lambda state: all(
@@ -74,7 +80,7 @@ def test_a_node_that_was_stopped_longer_than_its_lease_acknowledges_nothing_and_
                 for key in keys:
                     other.set(key, b"new")
             stopped.resume()
-            found = answers(peer, 2 * len(keys))
+            found = answers(reader, len(keys)) + answers(peer, 2 * len(keys))
             assert {answer.status for answer in found} <= REFUSED, found
             assert all(bucket.get(key).value == b"new" for key in keys)
             cluster.until_in_sync()
