@@ -23,13 +23,14 @@ from tests.apps.test_lake_node import Following
 from tests.apps.test_lake_objects import NUMBERS, killed_before_operation, server, url  # noqa: F401
 from tests.apps.test_lake_readers import READERS, expected, rows_of
 from tests.nodes import Node
-from upper.apps.lake import files, replay, rewrite, tasks
+from upper.apps.lake import files, replay, rewrite, sync, tasks
 from upper.apps.lake.erase import erase
 from upper.apps.lake.maintenance import compact, remove_retired, vacuum
 from upper.apps.lake.query import query
 from upper.apps.lake.schema import CHANGES, LATEST, TABLES, DataFile
 from upper.apps.lake.store import LocalStore, ObjectStore
 from upper.apps.lake.verify import verify
+from upper.errors import NotWritable
 from upper.model.values import partition_of
 
 
@@ -169,10 +170,12 @@ def test_a_filling_that_is_killed_between_any_two_steps_is_made_by_the_next(
     assert number > 6, "there are not so few operations"
 
 
-@pytest.mark.parametrize("left", range(5))
+@pytest.mark.parametrize("worth", [1, 1000])
+@pytest.mark.parametrize("left", range(10))
 def test_a_filling_that_finds_the_disk_full_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, worth: int
 ) -> None:
+    """`worth`: 1 makes two tasks, of which the first may have written all that it has."""
     write, links, writes = LocalStore.write, LocalStore.write_again, [left]
 
     def full(store: LocalStore, inside: str, data: Any, *more: str) -> None:
@@ -187,14 +190,18 @@ def test_a_filling_that_finds_the_disk_full_leaves_nothing_behind(
         full(store, inside, data, written)
 
     monkeypatch.setattr(files, "UNIT_BYTES", 1)
+    monkeypatch.setattr(sync, "WORTH_A_TASK", worth)
     monkeypatch.setattr(LocalStore, "write", full)
     monkeypatch.setattr(LocalStore, "write_again", full_again)
     world = World(tmp_path)
     for number in range(40):
         world.bucket.do(number % PARTITIONS, "mutation", b"%d" % number, b"")
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(NotWritable, match=r"cannot be written \(No space"):
         world.round()
     assert list(tmp_path.glob("*/*/*.parquet")) == []
+    monkeypatch.undo()
+    world.settle()
+    world.check()
 
 
 def test_no_two_files_of_latest_overlap_in_whatever_order_partitions_come(

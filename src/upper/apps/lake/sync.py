@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from upper.apps.lake import files
 from upper.apps.lake.lake import Lake
 from upper.apps.lake.latest import Refreshed, RefreshPolicy, refresh
 from upper.apps.lake.position import LakePosition
 from upper.apps.lake.rewrite import RewriteFiles, RollbackCut, RowCut
 from upper.apps.lake.schema import CHANGES, DataFile
 from upper.apps.lake.tasks import WORTH_A_TASK, FindEnds, ReadRanges, TaskResult, merged
-from upper.errors import BadCheckpoint
+from upper.errors import BadCheckpoint, NotWritable
 from upper.model.values import ZERO, Partition, Seqno
 from upper.pipeline.plan import (
     Divergence,
@@ -168,6 +167,9 @@ class Sync:
         self, ranges: Mapping[Partition, ReadRange], rollbacks: Mapping[Partition, RollbackPlan]
     ) -> TaskResult:
         done = merged(self.lake.run(self.runner, self._reads(ranges)))
+        if done.full:
+            done.discard(self.lake.root)
+            raise NotWritable(f"{self.lake.root} cannot be written ({done.full}); free some space")
         # A partition whose new branch could not be read is not rolled back: one commit has both, or neither.
         done.rolled_back = {
             partition: plan if (log := done.places[partition].log) is None else as_read(plan, log)
@@ -177,7 +179,7 @@ class Sync:
         try:
             cut = self._cuts(done.rolled_back)
         except BaseException:
-            files.discard(self.lake.root, CHANGES, done.add)  # the next attempt reads it again
+            done.discard(self.lake.root)  # the next attempt reads it again
             raise
         done.add += cut.add
         done.remove += cut.remove

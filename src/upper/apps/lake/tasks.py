@@ -6,6 +6,7 @@ twice, or half of it, changes nothing.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,6 +31,7 @@ MEMORY = 320 * 1024 * 1024  # bytes of changes that a worker holds before it wri
 WORTH_A_TASK = 2_000  # changes
 UNGROUPED_BYTES = 8 * 1024 * 1024  # a batch up to this size is one file, whatever groups it belongs to
 MARKER = ".upper-lake"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -95,6 +97,12 @@ class TaskResult:
     reached: dict[Partition, int] = field(default_factory=dict)  # the last seqno that was written
     rows: int = 0
     size: int = 0  # bytes of keys, values and columns, as read
+    full: str = ""  # the disk is: the task wrote nothing, and the files of the others are useless
+
+    def discard(self, root: LakeStore) -> None:
+        """Remove the files of a reading that is not committed."""
+        for table, held in ((CHANGES, self.add), (LATEST, self.latest)):
+            files.discard(root, table, held)
 
 
 def merged(results: Iterable[TaskResult]) -> TaskResult:
@@ -110,6 +118,7 @@ def merged(results: Iterable[TaskResult]) -> TaskResult:
         whole.rollbacks |= part.rollbacks
         whole.rows += part.rows
         whole.size += part.size
+        whole.full = whole.full or part.full
     return whole
 
 
@@ -141,10 +150,13 @@ class ReadRanges:
             done.filled = {p for p in done.places if self.layout.group_of(p) not in lacking}
             files.sync(self.root, CHANGES, done.add)
             files.sync(self.root, LATEST, done.latest)
-        except BaseException:
+        except BaseException as error:
             # The next attempt writes it all again: on a full disk nothing else would ever help.
-            for table, held in ((CHANGES, done.add), (LATEST, done.latest)):
-                files.discard(self.root, table, held)
+            done.discard(self.root)
+            if isinstance(error, OSError) and error.errno in FULL:
+                return TaskResult(
+                    full=error.strerror or str(error)
+                )  # an error would hide what other tasks have written
             raise
         return done
 
