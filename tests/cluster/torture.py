@@ -22,6 +22,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -302,12 +303,9 @@ class Torture:
         self.links.heal()
         self.resume()
         down = sorted(name for name in self.nodes if not self.cluster.nodes[name].running)
-        starting = [threading.Thread(target=self.cluster.start, args=(name,)) for name in down]
-        for thread in starting:
-            thread.start()
-        for thread in starting:
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), "a node does not become ready"
+        if down:
+            with ThreadPoolExecutor(len(down)) as threads:
+                list(threads.map(self.cluster.start, down))
         self.until_whole()
         for name in sorted(self.nodes - {m.name for m in self.cluster.state().members.values()}):
             self.nodes.discard(name)
