@@ -579,3 +579,14 @@ def test_a_handler_that_fails_changes_nothing_and_is_asked_again(node: Node, tmp
             assert checkpoint.load() == before
         events = list(bucket.changes(since=checkpoint, until="now", on_rollback="continue"))
         assert [event.operation for event in events] == ["rollback"]
+
+
+def test_a_checkpoint_that_is_only_a_path_is_refused_with_the_remedy(bucket: Bucket) -> None:
+    with pytest.raises(InvalidArguments, match=r"not 'here.json'; for a file, give upper.Checkpoint\(FILE\)"):
+        bucket.changes(checkpoint="here.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e7])
+def test_a_timeout_that_no_call_can_wait_is_refused(shared_node: Node, timeout: float) -> None:
+    with pytest.raises(InvalidArguments, match="give a number of seconds above 0, and at most 1,000,000"):
+        upper.connect(shared_node.url, timeout=timeout)

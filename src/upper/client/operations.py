@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 TIMEOUT = 10.0  # seconds that a call may take
+LONGEST = 1_000_000  # seconds; the system's calls that wait take at most twice as many
 
 
 if TYPE_CHECKING:
@@ -82,10 +83,13 @@ class BucketOperations:
     _caller: Caller | None = None
 
     def __init__(self, address: Address, *, timeout: float | None) -> None:
-        if timeout is not None and not timeout > 0:
-            raise InvalidArguments(f"timeout is {timeout}; give a number of seconds above 0")
+        given = address.timeout if timeout is None else timeout
+        if given is not None and not 0 < given <= LONGEST:
+            raise InvalidArguments(
+                f"timeout is {given:g}; give a number of seconds above 0, and at most {LONGEST:,}"
+            )
         self.address = address
-        self.timeout = timeout or address.timeout or TIMEOUT
+        self.timeout = given or TIMEOUT
         self._commands = Commands(address, random=random)
         self._closed = False
 

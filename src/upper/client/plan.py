@@ -189,6 +189,11 @@ def _check(request: ChangesRequest) -> None:
         raise InvalidArguments(
             f"since is 'beginning', 'now', a checkpoint or positions, not {request.since!r}"
         )
+    if not isinstance(request.checkpoint, Store | None):
+        raise InvalidArguments(
+            f"checkpoint is an object with load and save, not {request.checkpoint!r}; "
+            "for a file, give upper.Checkpoint(FILE)"
+        )
     if isinstance(request.until, str) and request.until != "now":
         raise InvalidArguments(f"until is None, 'now' or seqnos by partition, not {request.until!r}")
     if not (request.on_rollback in (None, "continue") or callable(request.on_rollback)):
