@@ -56,12 +56,13 @@ def requests(quick: bool) -> Iterator[Row]:
                 for name, (port, pid) in servers.items():
                     turn = ask(verb, port, pid, each, base)
                     best[what, name] = max(turn, best.get((what, name), turn))
-    for what, label, least in (
-        ("new", "durable SET of new keys", 1.0),
-        ("known", "durable SET of known keys", 1.0),
-        ("get", "GET", 4.0),
+    for what, label, least, plainly in (
+        ("new", "durable SET of new keys", 1.0, 0.2),
+        ("known", "durable SET of known keys", 1.0, 0.2),
+        ("get", "GET", 4.0, 0.33),
     ):
-        yield from against(label, {name: best.get((what, name)) for name in (*KERNELS, "memcached")}, least)
+        turns_of = {name: best.get((what, name)) for name in (*KERNELS, "memcached")}
+        yield from against(label, turns_of, {"compiled": least, "plain": plainly})
 
 
 def ask(verb: str, port: int, pid: int, each: int, base: int) -> Turn:
@@ -70,13 +71,19 @@ def ask(verb: str, port: int, pid: int, each: int, base: int) -> Turn:
     return Turn(done["per_second"], (cpu(pid) - before) / done["requests"] * 1e6)
 
 
-def against(label: str, turns: dict[str, Turn | None], least: float) -> Iterator[Row]:
-    """Both kernels against memcached; without the compiled one a third of the rate is asked."""
+def against(label: str, turns: dict[str, Turn | None], least: dict[str, float]) -> Iterator[Row]:
+    """Both kernels against memcached.
+
+    Of the plain kernel a third of the first targets of the compiled one is expected (decision 0500).
+    """
     fast, plain, peer = turns["compiled"], turns["plain"], turns["memcached"]
     assert fast is not None
     assert plain is not None
     other = "memcached -t 1" if peer else "memcached is absent"
-    for kernel, turn, bound in (("", fast, least), (", plain kernel", plain, least / 3)):
+    for kernel, turn, bound in (
+        ("", fast, least["compiled"]),
+        (", plain kernel", plain, least["plain"]),
+    ):
         yield Row(
             name=f"{label}{kernel}",
             value=turn.per_second,
