@@ -238,3 +238,16 @@ def test_a_map_whose_index_is_split_holds_what_a_dict_holds(kernel: ModuleType) 
     assert records.get(b"1") is None
     records.put(change(b"1", b"v", seqno=1))
     assert len(records) == 1
+
+
+def test_a_record_that_the_plain_loops_take_is_like_one_that_was_put() -> None:
+    put, taken = plain.RecordMap(), plain.RecordMap()
+    for seqno, key in enumerate((b"a", b"b", b"a", b"c", b"b"), 1):
+        record = change(key, b"v" * seqno, seqno=seqno, cas=seqno)
+        put.put(record)
+        taken.take(key, record)
+    assert list(taken.items()) == list(put.items())
+    assert list(taken) == [b"a", b"c", b"b"]
+    assert (taken.size, taken.tombstones, taken.last) == (put.size, put.tombstones, put.last)
+    assert taken.get(b"a") == taken[b"a"]
+    assert taken.get(b"absent") is None

@@ -146,14 +146,14 @@ class Turn:
     def put(
         self,
         store: Table,
-        key: int,
+        key: bytes,
         old: bytes | None,
         opcode: int,
         partition: int,
         rest: bytes,
         kind: int = 0,
     ) -> bytes:
-        """A new record of a key of this length takes the last place in its partition.
+        """A new record of this key takes the last place in its partition.
 
         `rest` follows its revision, which counts on from that of the old record.
         """
@@ -163,7 +163,7 @@ class Turn:
         self.clock.last = cas
         return record
 
-    def copy(self, store: Table, partition: int, key: int, rest: bytes, cas: int, revision: int) -> None:
+    def copy(self, store: Table, partition: int, key: bytes, rest: bytes, cas: int, revision: int) -> None:
         """The same with a CAS and a revision from another bucket."""
         self._enlist(store, MUTATION, partition, key, rest, cas, revision, 0)
 
@@ -172,7 +172,7 @@ class Turn:
         store: Table,
         opcode: int,
         partition: int,
-        key: int,
+        key: bytes,
         rest: bytes,
         cas: int,
         revision: int,
@@ -180,9 +180,9 @@ class Turn:
     ) -> bytes:
         extras, body = MUTATION_EXTRAS if opcode == MUTATION else DELETION_EXTRAS, DELETION_EXTRAS + len(rest)
         seqno = store.high + 1
-        head = HEAD.pack(REQUEST, opcode, key, extras, kind, partition, body, 0, cas, seqno, revision)
+        head = HEAD.pack(REQUEST, opcode, len(key), extras, kind, partition, body, 0, cas, seqno, revision)
         record = head + rest
-        store.items.put(record)
+        store.items.take(key, record)
         self.pending.take(record)
         store.high = seqno
         self.made += len(record)
@@ -255,7 +255,7 @@ def _changed(turn: Turn, item: AskedItem, limits: bytes) -> bytes:
     assert item.old is not None
     rest = b"".join((item.old[AT_FLAGS:AT_EXPIRATION], limits, item.old[MUTATION_HEAD:]))
     kind = item.old[AT_DATA_TYPE]
-    return turn.put(item.store, len(item.key), item.old, MUTATION, item.partition, rest, kind)
+    return turn.put(item.store, item.key, item.old, MUTATION, item.partition, rest, kind)
 
 
 def _count(
@@ -277,7 +277,7 @@ def _count(
             return None
         kept = bytes(4) + U32.pack(second)
     rest = b"".join((kept, NO_LOCK, item.key, b"%d" % number))
-    turn.put(item.store, len(item.key), item.old, MUTATION, item.partition, rest)
+    turn.put(item.store, item.key, item.old, MUTATION, item.partition, rest)
     return b"" if opcode in QUIET else turn.stored(item.store, opcode, opaque, value=U64.pack(number))
 
 
@@ -289,7 +289,7 @@ def _extend(
     assert item.old is not None
     parts = (item.value, value) if opcode in APPENDS else (value, item.value)
     rest = b"".join((item.old[AT_FLAGS:AT_LOCK_TIME], NO_LOCK, item.key, *parts))
-    turn.put(item.store, len(item.key), item.old, MUTATION, item.partition, rest)
+    turn.put(item.store, item.key, item.old, MUTATION, item.partition, rest)
     return b"" if opcode in QUIET else turn.stored(item.store, opcode, opaque)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 from upper.kernel.packets import Entry, check_change, fits_opaque
 from upper.record.layout import (
@@ -72,11 +72,18 @@ class RecordMap(Mapping[bytes, Entry]):
     def __getitem__(self, key: bytes) -> Entry:
         return self._entries[key]
 
+    def get(self, key: bytes, default: Any = None) -> Any:
+        """As `Mapping.get`, which raises and catches an exception for an absent key."""
+        return self._entries.get(key, default)
+
     def put(self, record: bytes) -> None:
         """A change, in the form of UPR and with the opaque 0, becomes the last entry."""
         check_change(record)
         begin = HEADER_SIZE + record[AT_EXTRAS_LENGTH]
-        key = record[begin : begin + (record[AT_KEY_LENGTH] << 8 | record[AT_KEY_LENGTH + 1])]
+        self.take(record[begin : begin + (record[AT_KEY_LENGTH] << 8 | record[AT_KEY_LENGTH + 1])], record)
+
+    def take(self, key: bytes, record: bytes) -> None:
+        """`put` of a record with this key that the kernel has made."""
         self._leaves(self._entries.pop(key, None))
         self._entries[key] = record
         self.size += len(record)

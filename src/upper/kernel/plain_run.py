@@ -226,7 +226,7 @@ def run(
                     break
                 expiration = second.to_bytes(4, "big")
             rest = b"".join((data[body : body + 4], expiration, NO_LOCK, data[body + 8 : past]))
-            turn.put(store, klen, old, MUTATION, partition, rest, kind if json else 0)
+            turn.put(store, key, old, MUTATION, partition, rest, kind if json else 0)
             sets += 1
             if opcode <= REPLACE:
                 if tokens or opcode != SET:
@@ -239,7 +239,7 @@ def run(
             if live:
                 if (cas or locked) and not admits(old, cas, live=live):
                     break
-                turn.put(store, klen, old, DELETION, partition, key)
+                turn.put(store, key, old, DELETION, partition, key)
                 if opcode == DELETE:
                     out += turn.stored(store, opcode, opaque, cas=delete_cas)
             else:
@@ -256,7 +256,7 @@ def run(
                 if (revision, theirs) <= held:
                     break  # the handler compares flags, and refuses it
             rest = b"".join((data[body : body + 8], NO_LOCK, data[body + extras : past]))
-            turn.copy(store, partition, klen, rest, theirs, revision)
+            turn.copy(store, partition, key, rest, theirs, revision)
             sets += 1
             out += turn.stored(store, opcode, opaque, given=theirs)
         else:
