@@ -55,6 +55,14 @@ def test_rows_are_in_order_and_none_is_missing(found: list[Place]) -> None:
     assert sorted(rows["value"].to_pylist()) == sorted(at(found)["value"].to_pylist())
 
 
+@given(st.lists(st.lists(places, max_size=4).map(sorted)))
+def test_rows_of_many_chunks_are_in_order(pieces: list[list[Place]]) -> None:
+    found = [place for piece in pieces for place in piece]
+    rows = pa.concat_tables([at([]), *map(at, pieces)])
+    assert places_of(ordered(rows)) == sorted(found)
+    assert places_of(ordered(rows, once=True)) == sorted(set(found))
+
+
 @given(st.lists(places))
 def test_of_rows_at_one_place_the_first_is_kept(found: list[Place]) -> None:
     rows = ordered(at(found), once=True)

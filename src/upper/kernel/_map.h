@@ -872,6 +872,14 @@ static const uint8_t *view_cell(const upper_view *v, uint32_t *piece, uint32_t *
     return NULL;
 }
 
+/* Bytes of the cells from the place of a view on, `most` at most; those that it does not see count too. */
+static size_t view_room(const upper_view *v, size_t most) {
+    size_t room = 0;
+    for (uint32_t piece = v->piece; piece < v->count && room < most; ++piece)
+        room += v->pieces[piece].end - (piece == v->piece ? v->at : 0);
+    return room < most ? room : most;
+}
+
 /* Release the blocks before this place. */
 static void view_advance(upper_view *v, uint32_t piece, uint32_t at) {
     while (v->piece < piece) block_release(v->pieces[v->piece++].block);

@@ -34,6 +34,7 @@ cdef extern from "_map.h":
     void map_forget(upper_map *m, uint64_t *slot)
     int view_open(upper_view *v, upper_map *m, uint64_t seqno)
     const uint8_t *view_cell(const upper_view *v, uint32_t *piece, uint32_t *at)
+    size_t view_room(const upper_view *v, size_t most)
     void view_advance(upper_view *v, uint32_t piece, uint32_t at)
     void view_close(upper_view *v)
     uint32_t cell_length(const uint8_t *c)
@@ -45,6 +46,15 @@ cdef extern from "_map.h":
     PyObject *cell_object(const uint8_t *c)
     void cell_set_object(uint8_t *c, PyObject *object)
     int cell_is_deletion(const uint8_t *c)
+
+cdef extern from "Python.h":
+    PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *data, Py_ssize_t size) except NULL
+    int resize_bytes "_PyBytes_Resize"(PyObject **data, Py_ssize_t size) except -1
+    uint8_t *bytes_in "(uint8_t *)PyBytes_AS_STRING"(PyObject *data)
+
+cdef enum:
+    DCP_MORE = 8  # bytes that a form of DCP adds to a record, at most
+    LAST_RECORD = 2048  # bytes: one that is larger makes `join` grow its result
 
 memcpy(map_secret, chars(os.urandom(16)), 16)
 
@@ -258,30 +268,35 @@ cdef class RecordView:
     def join(self, Py_ssize_t size, opaque, *, int dcp=0, Py_ssize_t below=1 << 62):
         cdef uint32_t number = packets.fits_opaque(opaque)
         cdef uint32_t piece = self.view.piece, at = self.view.at
-        cdef Py_ssize_t filled = 0, total = 0, items = 0, i
+        cdef Py_ssize_t filled = 0, written = 0, length, items = 0
+        cdef Py_ssize_t room = view_room(&self.view, max(size, 0))
         cdef uint64_t last = 0
         cdef const uint8_t *c
-        cdef uint8_t *to
-        while filled < size or not items:
-            c = view_cell(&self.view, &piece, &at)
-            if c == NULL or <Py_ssize_t> cell_record_length(c) >= below:
-                break
-            if c[AT_OPCODE] == CELL_COLD:
-                raise ValueError("a record of this view is not in memory; use `take`")
-            filled += cell_record_length(c)
-            total += longer(cell_record(c)[AT_OPCODE], dcp) if dcp else 0
-            items += 1
-            at += cell_length(c)
-        joined = PyBytes_FromStringAndSize(NULL, filled + total)
-        to = fresh(joined)
-        piece, at = self.view.piece, self.view.at
-        for i in range(items):
-            c = view_cell(&self.view, &piece, &at)
-            to += emit(to, cell_record(c), cell_record_length(c), dcp, number)
-            last = cell_seqno(c)
-            at += cell_length(c)
-        view_advance(&self.view, piece, at)
-        return joined, items, last
+        # A record is read from memory once: it is copied before the size of all of them is known. The last one may
+        # exceed `size`, and a form of DCP is longer.
+        room += room // 32 + LAST_RECORD
+        cdef PyObject *joined = new_bytes(NULL, room)
+        try:
+            while filled < size or not items:
+                c = view_cell(&self.view, &piece, &at)
+                if c == NULL or <Py_ssize_t> cell_record_length(c) >= below:
+                    break
+                if c[AT_OPCODE] == CELL_COLD:
+                    raise ValueError("a record of this view is not in memory; use `take`")
+                length = cell_record_length(c)
+                if written + length + DCP_MORE > room:
+                    room += length + room // 2 + DCP_MORE
+                    resize_bytes(&joined, room)
+                written += emit(bytes_in(joined) + written, cell_record(c), length, dcp, number)
+                filled += length
+                items += 1
+                last = cell_seqno(c)
+                at += cell_length(c)
+            resize_bytes(&joined, written)
+            view_advance(&self.view, piece, at)
+            return <object> joined, items, last
+        finally:
+            Py_XDECREF(joined)
 
     def deletions(self):
         cdef uint32_t piece = self.view.piece, at = self.view.at
