@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from array import array
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.test_mutated_packets import PACKETS, USUAL, mutated
-from upper import kernel
 from upper.client.decode import StreamFramer
 from upper.client.link import Answer, Link
 from upper.errors import RemoteProtocolError
-from upper.record.change import packet_end
 from upper.wire.framing import Framer
 from upper.wire.packet import RESPONSE, response
 from upper.wire.tap import TAP
@@ -142,29 +139,3 @@ def test_a_client_of_any_dialect_cuts_the_packets_that_the_framer_cuts(data: byt
         assert found <= len(framed([data])[0])
     else:
         assert found == len(framed([data])[0])
-
-
-@settings(max_examples=2 * USUAL)
-@given(st.lists(st.binary(max_size=40), max_size=20), CUTS, st.integers(24, 80))
-def test_bytes_that_are_received_into_the_same_memory_are_those_of_the_stream(
-    values: list[bytes], sizes: list[int], size: int
-) -> None:
-    """Bytes of larger packets, for which `space` has no memory, are fed as they come."""
-    packets = [response(0, opaque, value=value) for opaque, value in enumerate(values)]
-    frames, got, at = StreamFramer(), list[bytes](), 0
-    data = b"".join(packets)
-    cuts = cycle(sizes)
-    while at < len(data):
-        space, most = frames.space(size), next(cuts)
-        part: bytes | memoryview = data[at : at + most]
-        if space is not None:
-            part = part[:size]
-            space[: len(part)] = part
-            part = space[: len(part)]
-        at += len(part)
-        whole = frames.joined(part)
-        end, _, others = kernel.scan(whole, 0, array("Q"))
-        got += [bytes(whole[begin : packet_end(whole, begin)]) for begin in others]
-        frames.keep(whole, end)
-    assert got == packets
-    assert not frames

@@ -31,7 +31,7 @@ from upper.model.messages import (
 )
 from upper.model.values import Partition, Seqno
 from upper.record.change import packet_end
-from upper.record.layout import AT_OPAQUE, AT_OPCODE, REQUEST, U32
+from upper.record.layout import AT_CAS, AT_OPAQUE, AT_OPCODE, REQUEST, U32
 from upper.wire.codes import DataType, Side
 from upper.wire.table import Dialect
 from upper.wire.upr import UPR
@@ -106,20 +106,17 @@ class ColumnDecoder:
         self.delivered_all = True  # whether everything that the consumers have counted has been yielded
 
     def received(
-        self, node: NodeAddress, data: bytes | memoryview, now: float
+        self, node: NodeAddress, data: bytes, now: float
     ) -> Iterator[pyarrow.RecordBatch | Rollback]:
-        """Bytes of a connection as batches. A rollback is yielded as its event; `row` makes it one.
-
-        A view is of memory that is used again once the iteration has ended.
-        """
+        """Bytes of a connection as batches. A rollback is yielded as its event; `row` makes it one."""
         follower = self._follower
         connection = follower.connections[node]
         follower.count(connection, data, now)
         codes, markers, after_changes = self._opcodes, self._opcodes.markers, self._opcodes.after_changes
         if not (self._shipped or follower.dialect.stored_records):
-            yield from self._typed(node, connection, bytes(data), now)
+            yield from self._typed(node, connection, data, now)
             return
-        data = connection.frames.joined(data)
+        data = connection.frames.feed(data)
         end, _, others = kernel.scan(data, 0, self._seqnos, dcp=self._shipped)
         self.delivered_all = False
         by_parts = self._by_parts(data, others)
@@ -140,7 +137,7 @@ class ColumnDecoder:
                 continue
             if magic != REQUEST or opcode == codes.noop:
                 answers += at - other
-            message = follower.dialect.decode(bytes(data[other:at]), by=Side.SERVER)
+            message = follower.dialect.decode(data[other:at], by=Side.SERVER)
             if self._breaks(message):
                 # A branch that changes, a flush, a rollback: what came before is another batch.
                 if other > start:
@@ -176,7 +173,7 @@ class ColumnDecoder:
             yield from self._decoded(data, start, end)
         self.delivered_all = True
 
-    def _by_parts(self, data: bytes | memoryview, others: list[int]) -> bool:
+    def _by_parts(self, data: bytes, others: list[int]) -> bool:
         """Whether changes may be on both sides of a message that separates batches.
 
         With bounds every marker is one: the change before it ended a snapshot.
@@ -184,13 +181,13 @@ class ColumnDecoder:
         if self._shipped:
             return bool(others)
         codes = self._opcodes
-        seen: set[int] = set()
+        seen: set[bytes] = set()
         for other in others:
-            opcode, opaque = data[other + AT_OPCODE], U32.unpack_from(data, other + AT_OPAQUE)[0]
+            opcode, opaque = data[other + AT_OPCODE], data[other + AT_OPAQUE : other + AT_CAS]
             if data[other] != REQUEST:
                 if opcode == codes.stream_request and self._inside:
                     # Of a consumer inside a snapshot: if the history has branched, nothing after this counts.
-                    consumer = self._follower.consumers.get(Partition(opaque))
+                    consumer = self._follower.consumers.get(Partition(int.from_bytes(opaque, "big")))
                     if consumer is not None and consumer.stream.seqno != consumer.stream.consistent_at:
                         return True
             elif opcode == codes.snapshot_start:
@@ -235,7 +232,7 @@ class ColumnDecoder:
         self.rows += 1
         return pa.RecordBatch.from_arrays(arrays, schema=change_schema())
 
-    def _decoded(self, data: bytes | memoryview, start: int, end: int) -> Iterator[pyarrow.RecordBatch]:
+    def _decoded(self, data: bytes, start: int, end: int) -> Iterator[pyarrow.RecordBatch]:
         batch = kernel.to_arrow(data, start, end, self._branches, dcp=self._shipped)
         if self._shipped and (found := kernel.attributed(data, start, end)):
             batch = self._with_attributes(batch, data, found)
@@ -244,7 +241,7 @@ class ColumnDecoder:
             yield batch
 
     def _with_attributes(
-        self, batch: pyarrow.RecordBatch, data: bytes | memoryview, found: list[tuple[int, int]]
+        self, batch: pyarrow.RecordBatch, data: bytes, found: list[tuple[int, int]]
     ) -> pyarrow.RecordBatch:
         """The batch with the extended attributes of these rows in a column, and not in front of the value.
 
@@ -255,7 +252,7 @@ class ColumnDecoder:
         names = ("value", "data_type", "xattrs")
         values, kinds, attributes = (batch.column(name).to_pylist() for name in names)
         for row, at in found:
-            message = self._follower.dialect.decode(bytes(data[at : packet_end(data, at)]), by=Side.SERVER)
+            message = self._follower.dialect.decode(data[at : packet_end(data, at)], by=Side.SERVER)
             assert isinstance(message, messages.Change)
             own, document = split(message.value)
             attributes[row] = as_json(own)

@@ -43,37 +43,11 @@ _NO_STREAMS = array("Q")  # seqnos are read with the changes
 class StreamFramer(Framer):
     """The receiving end of one stream connection."""
 
-    __slots__ = ("_space", "_streamed")
+    __slots__ = ("_streamed",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._space = bytearray()
         self._streamed = 0
-
-    def space(self, size: int) -> memoryview | None:
-        """Memory for the next bytes, at most `size` of them: what is received there is fed without a copy.
-
-        It is the same memory each time, behind the bytes that are kept. None if the next packet is larger.
-        """
-        if max(self.needed, self.size) > size:
-            return None
-        if len(self._space) < 2 * size:
-            self._space = bytearray(2 * size)
-        kept = self.size  # less than a packet
-        self._space[:kept] = b"".join(self._parts)
-        return memoryview(self._space)[kept : kept + size]
-
-    def joined(self, data: bytes | memoryview) -> bytes | memoryview:
-        """The same as `feed`. A view is of bytes that were received into `space`, and so is the result."""
-        if isinstance(data, bytes):
-            return self.feed(data)
-        assert data.obj is self._space, "the memory of another connection"
-        if self.size + len(data) < self.needed:
-            self.add(bytes(data))
-            return b""
-        whole = memoryview(self._space)[: self.size + len(data)]
-        self.clear()
-        return whole
 
     def streamed(self, size: int) -> None:
         """Bytes of streams, which the flow-control window counts."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from upper.client.events import Rollback
 from upper.client.positions import Positions
 from upper.client.reader import Reader
-from upper.client.sockets import NOT_CONNECTED, READ, NodeConnection, open_socket
+from upper.client.sockets import NOT_CONNECTED, NodeConnection, open_socket
 from upper.client.url import NodeAddress
 from upper.errors import Refused, Unreachable
 
@@ -44,7 +44,7 @@ class Feed(Generic[T]):
         self._gather, self._patience = gather, patience
         self._connections: dict[NodeAddress, NodeConnection] = {}
         self._unsent: dict[NodeAddress, memoryview] = {}
-        self._arrived: list[tuple[NodeAddress, bytes | memoryview]] = []
+        self._arrived: list[tuple[NodeAddress, bytes]] = []
         self._closed = False  # nothing more is delivered
         self._released = False  # and the connections are closed
         self._releasing = threading.RLock()
@@ -233,29 +233,24 @@ class Feed(Generic[T]):
 
     def _receive(self, node: NodeAddress) -> None:
         """The bytes that have arrived, up to `gather` of them."""
-        connection, stream = self._connections[node], self._follower.connections.get(node)
-        space = stream.frames.space(max(self._gather, READ)) if self._gather and stream is not None else None
+        connection = self._connections[node]
         parts: list[bytes] = []
         size = 0
         lost: OSError | None = None
         try:
-            while size < max(1, self._gather):
-                if space is not None:
-                    count = connection.receive_into(space[size:])
-                elif (data := connection.receive()) is not None:
-                    parts.append(data)
-                    count = len(data)
-                else:
+            while (data := connection.receive()) is not None:
+                if not data:
+                    lost = ConnectionResetError("the node closed the connection")
                     break
-                if not count:
-                    lost = None if count is None else ConnectionResetError("the node closed the connection")
+                parts.append(data)
+                size += len(data)
+                if size >= self._gather:
                     break
-                size += count
         except OSError as error:
             lost = error
-        if size:
-            self._arrived.append((node, b"".join(parts) if space is None else space[:size]))
-        elif lost is not None:
+        if parts:
+            self._arrived.append((node, parts[0] if len(parts) == 1 else b"".join(parts)))
+        if lost is not None and not parts:
             self._lost(node, lost)
 
     def _lost(self, node: NodeAddress, error: object) -> None:

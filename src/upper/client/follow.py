@@ -323,7 +323,7 @@ class Follower:
         else:
             yield from events
 
-    def count(self, connection: StreamConnection, data: bytes | memoryview, now: float) -> None:
+    def count(self, connection: StreamConnection, data: bytes, now: float) -> None:
         connection.active_at = now
         connection.received += len(data)
         self.bytes_received += len(data)

@@ -30,7 +30,7 @@ class Decoder(Protocol[T]):
 
     delivered_all: bool  # whether everything that the consumers have counted has been delivered
 
-    def received(self, node: NodeAddress, data: bytes | memoryview, now: float) -> Iterator[T | Rollback]: ...
+    def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[T | Rollback]: ...
 
     def touched(self, item: T | Rollback | None) -> set[Partition]:
         """Partitions whose position has moved up to this item, since the last call."""
@@ -60,11 +60,8 @@ class Reader(Generic[T]):
 
     # ── Items ─────────────────────────────────────────────────────────────────────────────────────
 
-    def push(self, node: NodeAddress, data: bytes | memoryview, now: float) -> None:
-        """Bytes have arrived. Call `next` until it returns None before the next `push`.
-
-        A view is of memory that the driver uses again after that.
-        """
+    def push(self, node: NodeAddress, data: bytes, now: float) -> None:
+        """Bytes have arrived. Call `next` until it returns None before the next `push`."""
         self._node = node
         self._items = self._decoder.received(node, data, now)
 
@@ -211,8 +208,8 @@ class EventDecoder:
         follower.with_xattrs = True
         self._follower = follower
 
-    def received(self, node: NodeAddress, data: bytes | memoryview, now: float) -> Iterator[Event]:
-        return self._follower.received(node, bytes(data), now)
+    def received(self, node: NodeAddress, data: bytes, now: float) -> Iterator[Event]:
+        return self._follower.received(node, data, now)
 
     def touched(self, item: object) -> set[Partition]:
         return {item.partition} if isinstance(item, SnapshotEnd | Rollback) else set()

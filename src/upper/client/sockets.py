@@ -213,13 +213,6 @@ class NodeConnection:
         except _LATER:
             return None
 
-    def receive_into(self, space: memoryview) -> int | None:
-        """The same, into this memory: how many bytes."""
-        try:
-            return self.socket.recv_into(space)
-        except _LATER:
-            return None
-
 
 class _Requests:
     """Requests to one node, of which some are unsent or without a response."""

@@ -180,6 +180,6 @@ def item_of(record: bytes) -> StoredItem:
     )
 
 
-def packet_end(data: bytes | memoryview, at: int) -> int:
+def packet_end(data: bytes, at: int) -> int:
     """Where the packet that begins at `at` ends."""
     return int(at + HEADER_SIZE + U32.unpack_from(data, at + AT_BODY)[0])

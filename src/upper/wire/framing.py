@@ -81,16 +81,14 @@ class Framer:
         self.needed = head.size
         return head if len(data) - at >= head.size else None
 
-    def put_back(self, data: bytes | memoryview, at: int) -> None:
+    def put_back(self, data: bytes, at: int) -> None:
         """Keep the rest of `data`, before what was added since."""
         if at < len(data):
-            self._parts.insert(0, bytes(data[at:]))  # bytes as they are; of memory that is used again, a copy
+            self._parts.insert(0, data[at:] if at else data)
             self.size += len(data) - at
 
-    def keep(self, data: bytes | memoryview, at: int) -> None:
+    def keep(self, data: bytes, at: int) -> None:
         """The packets of `data` up to `at` were cut, and the next one is not whole."""
-        if not data:
-            return  # what is kept is not enough: `needed` holds on
         self.put_back(data, at)
         left = len(data) - at
         if left >= HEADER_SIZE:
