@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.test_mutated_packets import PACKETS, USUAL, mutated
+from upper import kernel
 from upper.client.decode import StreamFramer
 from upper.client.link import Answer, Link
 from upper.errors import RemoteProtocolError
@@ -139,3 +140,15 @@ def test_a_client_of_any_dialect_cuts_the_packets_that_the_framer_cuts(data: byt
         assert found <= len(framed([data])[0])
     else:
         assert found == len(framed([data])[0])
+
+
+def test_the_parts_of_a_large_packet_are_joined_once() -> None:
+    packet = response(0, 1, value=bytes(100_000))
+    frames, joined = StreamFramer(), list[int]()
+    for at in range(0, len(packet), 1_000):
+        whole = frames.feed(packet[at : at + 1_000])
+        end, _, _ = kernel.scan(whole, 0, array("Q"))
+        frames.keep(whole, end)
+        joined += [len(whole)] if whole else []
+    assert joined == [1_000, len(packet)]
+    assert not frames

@@ -89,6 +89,8 @@ class Framer:
 
     def keep(self, data: bytes, at: int) -> None:
         """The packets of `data` up to `at` were cut, and the next one is not whole."""
+        if not data:
+            return  # what is kept is not enough: `needed` holds on
         self.put_back(data, at)
         left = len(data) - at
         if left >= HEADER_SIZE:
