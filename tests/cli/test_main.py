@@ -211,3 +211,27 @@ def test_output_that_the_disk_takes_in_part_is_an_error(tmp_path: Path, unbuffer
             check=False,
         )
     assert (done.returncode, "the output cannot be written" in done.stderr) == (ExitCode.USAGE, True)
+
+
+PROGRAM = """
+import sys
+from upper.cli.main import main
+own = sys.stdout
+main(["completion", "bash"])
+sys.stdout = own
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_program_that_runs_a_verb_keeps_its_standard_output(unbuffered: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("the end\n")

@@ -19,7 +19,7 @@ from argparse import Action, ArgumentParser, Namespace, RawDescriptionHelpFormat
 from collections.abc import Callable, Mapping, Sequence
 from errno import EDQUOT, EFBIG, ENOSPC
 from importlib import import_module
-from io import BufferedWriter, RawIOBase, TextIOWrapper
+from io import FileIO, TextIOWrapper
 from textwrap import wrap
 from typing import NoReturn, Protocol, cast
 
@@ -136,9 +136,10 @@ def run(arguments: list[str], *, begin: Callable[[], None] = lambda: None) -> in
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # for as long as we run
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, TextIOWrapper):
-        if isinstance(raw := sys.stdout.buffer, RawIOBase):
-            # PYTHONUNBUFFERED: a write that the disk takes in part would count as complete.
-            sys.stdout = TextIOWrapper(BufferedWriter(raw), sys.stdout.encoding)
+        if isinstance(raw := sys.stdout.buffer, FileIO):
+            # PYTHONUNBUFFERED: a write that the disk takes in part would count as complete. The file stays
+            # open when this object goes: a program that runs a verb has its own standard output.
+            sys.stdout = open(raw.fileno(), "w", 1, sys.stdout.encoding, closefd=False)  # noqa: SIM115
         sys.stdout.reconfigure(errors="backslashreplace")  # show what the terminal cannot encode
     try:
         code = _run(arguments, begin)
