@@ -108,6 +108,7 @@ def test_an_interrupt_that_was_swallowed_is_raised_again_and_leaves_the_unwindin
     done = python(SWALLOWED, how)
     assert done.returncode == 130, done.stderr
     assert done.stdout.split("\n")[:-1] == ["goes on", "unwound"]
+    assert done.stderr == ""
 
 
 # What is left at the end must not hold up the process: a thread that does not end, and is no daemon.

@@ -247,6 +247,17 @@ def test_a_promotion_of_a_partition_that_was_dumped_flushes_it_if_it_takes_somet
         assert sorted(map(str, keys(seen)[2:])) == sorted(map(str, [b"b", b"c", *flushed]))
 
 
+def test_acknowledgements_behind_the_end_of_a_dump_reset_no_connection(node: Node) -> None:
+    """A reset would discard what the client has not read yet, and with it the end of the dump."""
+    with Peer(node, TAP) as client, Peer(node, None) as writer:
+        writer.set(b"dumped", b"v")
+        client.send(TapConnect(dump=True, support_ack=True))
+        seen = client.until(lambda message: isinstance(message, TapOpaque))
+        assert client.socket.recv(1) == b"", "the node has sent everything"
+        for message in seen[:-1] * 5:
+            acknowledge(client, message)
+
+
 def test_what_a_tap_client_has_of_a_backfill_that_begins_again_is_deleted_there(tmp_path: Path) -> None:
     with (
         two_at_a_time(tmp_path / "data") as node,

@@ -7,11 +7,16 @@ that clears errors may have swallowed it. When the verb is unwound the process e
 finalization, which would wait for threads that are still at work.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
 
 REPEAT = 0.5  # seconds between two attempts
 
@@ -21,6 +26,7 @@ def unwind() -> None:
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGALRM, _again)
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _swallowed
 
 
 def handled() -> None:
@@ -48,6 +54,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _again(number: int, frame: FrameType | None) -> None:
     if not _unwinding():
         raise KeyboardInterrupt
+
+
+def _swallowed(error: UnraisableHookArgs) -> None:
+    """An error where Python cannot raise one. An interrupt is raised again, so it is not printed."""
+    if not issubclass(error.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(error)
 
 
 def _unwinding() -> bool:

@@ -450,8 +450,8 @@ class TapStreamSession(StreamProducer):
     def _finish_dump(self) -> None:
         whole = not self.streams and not self._unopened and not self._closed
         if self.request is not None and self.request.dump and whole:
-            self.connection.send(TAP.encode(TapOpaque(partition=Partition(0), value=DUMPED)))
-            self.connection.close()
+            # Acknowledgements may still arrive, and are discarded: they would reset a closed connection.
+            self.connection.end(TAP.encode(TapOpaque(partition=Partition(0), value=DUMPED)))
             self.close()  # nothing follows the message that completes a dump
 
     def _leave(self, store: PartitionStore) -> None:
