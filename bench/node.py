@@ -103,7 +103,7 @@ def against(label: str, turns: dict[str, Turn | None], least: dict[str, float]) 
 
 def beside_redis(quick: bool) -> Iterator[Row]:
     """SET and GET against Redis with its log synced for each answer, each with its own load generator."""
-    each, turns = (5_000, 1) if quick else (30_000, 3)
+    each, turns = (5_000, 1) if quick else (30_000, 9)
     rates: dict[tuple[str, str], list[float]] = {}
     with redis() as peer, node() as server:
         for _ in range(turns):

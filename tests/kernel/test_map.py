@@ -216,7 +216,7 @@ def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
     del records
     assert len(view) == 50_000
     del view
-    assert compiled.map_memory_held() <= before + (4 << 20), "one region of each size is kept"
+    assert compiled.map_memory_held() <= before + (4 << 20), "empty regions of up to 4 MiB are kept"
 
 
 def test_a_map_whose_index_is_split_holds_what_a_dict_holds(kernel: ModuleType) -> None:

@@ -336,6 +336,27 @@ def test_the_last_seqno_is_left_for_others_to_refuse(kernel: ModuleType) -> None
     assert (store.high, list(store.items)) == (LAST, [b"a"])
 
 
+@pytest.mark.parametrize("held", range(1, 60))
+def test_reads_find_their_keys_behind_writes_that_rearrange_the_partition(
+    kernel: ModuleType, held: int
+) -> None:
+    """Requests are looked up several at a time, before the first of them is performed."""
+    keys = [b"old%d" % number for number in range(held)]
+    store = Store().holding(*(change(key, key * 3, seqno=at) for at, key in enumerate(keys, 1)))
+    asked, expected, values = [], [], {key: (key * 3, 1) for key in keys}
+    for turn in range(12):
+        asked += [set_(b"new%d.%d" % (turn, number), b"v" * 90, opcode=SETQ) for number in range(4)]
+        values[keys[turn % held]] = b"%d" % turn, 1000 + 6 * turn + 5  # of six changes a turn, the fifth
+        asked += [set_(keys[turn % held], b"%d" % turn, opcode=SETQ), packet(DELETEQ, key=b"new%d.1" % turn)]
+        for number in range(10):
+            asked.append(packet(GET, key=keys[(turn + number) % held]))
+            value, cas = values[keys[(turn + number) % held]]
+            expected.append(response(GET, extras=bytes(4), value=value, cas=cas))
+    ran = Ran(kernel, b"".join(asked), store)
+    assert ran.whole
+    assert ran.out == b"".join(expected)
+
+
 def test_a_run_stops_when_its_answers_have_filled_the_room(kernel: ModuleType) -> None:
     store = Store().holding(change(b"a", bytes(1000)))
     ran = Ran(kernel, packet(GET, key=b"a") * 100, store, room=2500)

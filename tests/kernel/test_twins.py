@@ -178,8 +178,10 @@ def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> Non
         done = [outcome(twin.touched, twin.Log(records), stores[twin], batch) for twin in (plain, compiled)]
         assert done[0] == done[1]
         if isinstance(reached := done[0][0], list):
+            assert len(done[1][0]) == len(reached)
             assert plain.reach(reached) == compiled.reach(done[1][0])
             assert stores[plain] == stores[compiled]
+            assert compiled.reach(list(done[1][0])) == 0, "pairs in a list are those that were moved to"
 
 
 @given(streams, spots, spots)

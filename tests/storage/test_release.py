@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 
@@ -33,10 +33,10 @@ class Watermarks:
     def __init__(self, *partitions: int) -> None:
         self.marks = dict.fromkeys(partitions, 0)
 
-    def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+    def held(self, reached: Collection[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
         return [entry for entry in reached if entry[0].id in self.marks]
 
-    def opens(self, held: list[tuple[PartitionStore, int]]) -> bool:
+    def opens(self, held: Collection[tuple[PartitionStore, int]]) -> bool:
         return all(self.marks[store.id] >= seqno for store, seqno in held)
 
 

@@ -67,9 +67,8 @@ def apply(
     cdef Py_buffer view
     cdef const uint8_t *base
     cdef uint8_t *to
-    cdef Py_ssize_t homes[STREAMED]
-    cdef uint32_t tags[STREAMED]
-    cdef Py_ssize_t seen = start, place = 0  # the end of the packets that were prefetched, and the next of them
+    cdef Ahead ahead
+    cdef int place = 0  # the next of the packets that were prefetched
     cdef Py_ssize_t at = start, past, size, length, count, several, changes = 0, used = PyByteArray_GET_SIZE(ends), space = used
     cdef uint64_t highest = 0, high
     cdef uint32_t partition, tag
@@ -81,10 +80,12 @@ def apply(
     try:
         base, size = <const uint8_t *> view.buf, view.len
         within(start, size, size)
+        ahead.end = start
         count = min(PyList_GET_SIZE(tables), PyByteArray_GET_SIZE(inside))
         while size - at >= HEADER_SIZE:
-            if at >= seen:
-                seen, place = look_ahead(base, at, size, tables, False, homes, tags, STREAMED), 0
+            if at >= ahead.end:
+                look_ahead(&ahead, base, at, size, tables, False, STREAMED)
+                place = 0
             partition = get32(base + at + AT_OPAQUE)
             if partition >= count:
                 break
@@ -120,11 +121,12 @@ def apply(
                 pending.append(mark(SNAPSHOT_START, partition, high))
             changes += several
             while at < past:
-                if at >= seen:
-                    seen, place = look_ahead(base, at, size, tables, False, homes, tags, STREAMED), 0
+                if at >= ahead.end:
+                    look_ahead(&ahead, base, at, size, tables, False, STREAMED)
+                    place = 0
                 length = HEADER_SIZE + get32(base + at + AT_BODY)
                 highest = max(highest, get64(base + at + AT_CAS))
-                tag = tags[place] if at < seen else map_tag(cell_key(base + at), cell_key_length(base + at))
+                tag = ahead.tags[place] if at < ahead.end else map_tag(cell_key(base + at), cell_key_length(base + at))
                 enter(part, base + at, length, tag, pending, expiring)
                 at += length
                 place += 1

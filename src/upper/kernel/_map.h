@@ -47,13 +47,15 @@ enum {
 #else
     SPLIT_AT = 64 << 10, /* keys at which an index is split into parts */
 #endif
+    EMPTY_REGIONS = 4 << 20, /* bytes of empty regions that are kept */
     WORTH_CLEANING = 1024, /* dead bytes below which a map is not cleaned */
     DEAD_SHARE = 5         /* one part in this many of the live bytes may be dead */
 };
 
 /* ── Memory of blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
- * Blocks of one size share a region, which goes back to the system when the last of them is free; one empty region of each
- * size is kept. The C library's heap would not return memory below a block that is in use. */
+ * Blocks of one size share a region, which goes back to the system when the last of them is free. Up to EMPTY_REGIONS bytes of
+ * empty regions are kept: overwriting empties and fills regions all the time, and new pages cost more than the
+ * copies that it makes. The C library's heap would not return memory below a block that is in use. */
 
 #define CLASSES 5 /* of blocks: 1, 4, 16, 64 and 256 KB. Fewer sizes leave fewer regions that are almost empty. */
 
@@ -75,7 +77,7 @@ typedef struct map_block {
 } map_block;
 
 static map_region *map_regions[CLASSES]; /* with a free block */
-static uint32_t map_empty[CLASSES];      /* regions without a block in use */
+static uint64_t map_empty;               /* bytes of regions without a block in use */
 static uint64_t map_held;                /* bytes of all regions and other blocks */
 
 static size_t map_region_size(uint32_t kind) { return kind < 2 ? 64 << 10 : kind < 3 ? 256 << 10 : 1 << 20; }
@@ -134,9 +136,9 @@ static map_block *map_new_block(size_t wanted, size_t need) {
             r->kind = kind;
             r->most = (uint32_t)((all - sizeof(map_region)) / size);
             map_enlist(r);
-            map_empty[kind]++;
+            map_empty += all;
         }
-        if (r->used == 0) map_empty[kind]--;
+        if (r->used == 0) map_empty -= map_region_size(kind);
         if (r->free != NULL) {
             b = r->free;
             r->free = *(void **)b;
@@ -168,12 +170,13 @@ static void map_free_memory(map_block *b) {
     *(void **)b = r->free;
     r->free = b;
     if (r->used) return;
-    if (map_empty[kind]) {
+    size_t all = map_region_size(kind);
+    if (map_empty + all > EMPTY_REGIONS) {
         map_unlist(r);
-        map_held -= map_region_size(kind);
-        munmap(r, map_region_size(kind));
+        map_held -= all;
+        munmap(r, all);
     } else {
-        map_empty[kind]++;
+        map_empty += all;
     }
 }
 
@@ -383,8 +386,9 @@ INLINED void map_fetch_slot(const upper_map *m, uint32_t tag, int put) {
     if (put) fetch_soon(m->chain + m->blocks - 1);
 }
 
-INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {
-    if (m->count == 0) return;
+/* Returns the slot that the key has, probably: one with the same tag. NULL if there is none near. */
+INLINED uint64_t *map_fetch_cell(const upper_map *m, uint32_t tag, int put) {
+    if (m->count == 0) return NULL;
     const map_index *index = map_part(m, tag);
     uint64_t at = map_home(m, index, tag);
     if (put) fetch_soon(m->chain[m->blocks - 1]);
@@ -394,11 +398,21 @@ INLINED void map_fetch_cell(const upper_map *m, uint32_t tag, int put) {
             fetch_soon(c);
             fetch_soon(c + 64);
             if (put) fetch_soon(map_block_of(m, index->slots[at]));
-            else fetch_soon(c + 128);
-            return;
+            else { /* a value of 100 bytes ends in the fourth line of memory; the processor continues by itself */
+                fetch_soon(c + 128);
+                fetch_soon(c + 192);
+            }
+            return index->slots + at;
         }
         at = map_next(index, at);
     }
+    return NULL;
+}
+
+/* Whether the cell of this slot has this key. */
+INLINED int map_has(const upper_map *m, const uint64_t *slot, const uint8_t *key, size_t length) {
+    const uint8_t *c = map_cell(m, *slot);
+    return cell_key_length(c) == length && memcmp(cell_key(c), key, length) == 0;
 }
 
 /* For a put: prefetch the place of the new cell. */

@@ -25,7 +25,8 @@ cdef extern from "_map.h":
     void map_fetch_head(const upper_map *m)
     void map_fetch_all(const upper_map *m)
     void map_fetch_slot(const upper_map *m, uint32_t tag, int put)
-    void map_fetch_cell(const upper_map *m, uint32_t tag, int put)
+    bint map_has(const upper_map *m, const uint64_t *slot, const uint8_t *key, size_t length)
+    uint64_t *map_fetch_cell(const upper_map *m, uint32_t tag, int put)
     void map_fetch_end(const upper_map *m)
     int map_put(upper_map *m, const uint8_t *record, size_t length, PyObject *object) except -1
     int map_put_at(upper_map *m, const uint8_t *record, size_t length, PyObject *object, uint32_t tag, uint64_t *slot) except -1

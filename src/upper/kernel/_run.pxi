@@ -80,17 +80,22 @@ cdef inline upper_map *map_of(PyObject *store) noexcept:
     return &(<Table> store).items.map
 
 
-cdef Py_ssize_t look_ahead(
-    const uint8_t *data, Py_ssize_t at, Py_ssize_t size, list table, bint routed, Py_ssize_t *homes, uint32_t *tags, int together
-) except -1:
-    """Prefetch what the next requests need; fill in where those requests end, their partitions and the tags of their
-    keys.
+cdef struct Ahead:  # what is known of the next requests
+    Py_ssize_t end  # of the last of them
+    Py_ssize_t homes[STREAMED]  # partitions
+    uint32_t tags[STREAMED]  # of the keys
+    uint64_t *slots[STREAMED]  # where GETs will probably find their keys; NULL: not known. Invalid after a put.
+
+
+cdef int look_ahead(Ahead *ahead, const uint8_t *data, Py_ssize_t at, Py_ssize_t size, list table, bint routed, int together) except -1:
+    """Fill in what is known of the next requests, and prefetch what they need.
 
     Each step is made for all requests before the next step, which reads what this one prefetched: partitions, heads of
     maps, slots, cells."""
     cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
+    cdef int which[STREAMED]  # request a GET is
     cdef int i, opcode, looked = 0, gets = 0, puts = together  # gets are the first of `maps`, puts the last
     cdef const uint8_t *p
     cdef Py_ssize_t total, klen, partition
@@ -102,16 +107,17 @@ cdef Py_ssize_t look_ahead(
         at += HEADER_SIZE + total
         if routed:
             partition = by_hash(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen, PyList_GET_SIZE(table))
-        homes[looked] = partition
+        ahead.homes[looked], ahead.slots[looked] = partition, NULL
         if klen and partition < PyList_GET_SIZE(table):
-            tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
+            ahead.tags[looked] = map_tag(p + HEADER_SIZE + p[AT_EXTRAS_LENGTH], klen)
             opcode = p[AT_OPCODE]
             if opcode == GET or opcode == GETQ or opcode == GETK or opcode == GETKQ:
+                which[gets] = looked
                 i, gets = gets, gets + 1
             else:
                 puts -= 1
                 i = puts
-            stores[i], asked[i] = PyList_GET_ITEM(table, partition), tags[looked]
+            stores[i], asked[i] = PyList_GET_ITEM(table, partition), ahead.tags[looked]
             fetch_soon(stores[i])
             fetch_soon(<const uint8_t *> stores[i] + 64)
         looked += 1
@@ -131,14 +137,15 @@ cdef Py_ssize_t look_ahead(
             map_fetch_slot(maps[i], asked[i], True)
     for i in range(gets):
         if maps[i] != NULL:
-            map_fetch_cell(maps[i], asked[i], False)
+            ahead.slots[which[i]] = map_fetch_cell(maps[i], asked[i], False)
     for i in range(puts, together):
         if maps[i] != NULL:
             map_fetch_cell(maps[i], asked[i], True)
     for i in range(puts, together):
         if maps[i] != NULL:
             map_fetch_end(maps[i])
-    return at
+    ahead.end = at
+    return 0
 
 
 cdef struct Turn:
@@ -339,11 +346,11 @@ def run(
     cdef const uint8_t *key
     cdef const uint8_t *record = NULL
     cdef uint64_t *found = NULL
-    cdef Py_ssize_t homes[TOGETHER]
-    cdef uint32_t tags[TOGETHER]
-    cdef Py_ssize_t place = 0
+    cdef Ahead ahead
+    cdef int place = 0  # of the request among those
+    cdef Py_ssize_t unchanged = 0  # `turn.made` when they were looked up
     cdef uint8_t *to
-    cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size, seen = start
+    cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size
     cdef Py_ssize_t klen, extras, partition = 0, current = -1, answered
     cdef int opcode, kind
     cdef uint64_t before, cas, revision, theirs
@@ -364,10 +371,11 @@ def run(
     try:
         size = view.len
         within(start, size, size)
+        ahead.end = start
         while size - at >= HEADER_SIZE and used < room and turn.made < room:
-            if at >= seen:
-                seen = look_ahead(<const uint8_t *> view.buf, at, size, table, routed, homes, tags, TOGETHER)
-                place = 0
+            if at >= ahead.end:
+                look_ahead(&ahead, <const uint8_t *> view.buf, at, size, table, routed, TOGETHER)
+                place, unchanged = 0, turn.made
             p = <const uint8_t *> view.buf + at
             opcode, klen, extras, total = p[AT_OPCODE], get16(p + AT_KEY_LENGTH), p[AT_EXTRAS_LENGTH], get32(p + AT_BODY)
             if p[0] != REQUEST or total > size - at - HEADER_SIZE or klen + extras > total:
@@ -377,8 +385,8 @@ def run(
             if routed:
                 if partition:
                     break
-                if at < seen:
-                    partition = homes[place]
+                if at < ahead.end:
+                    partition = ahead.homes[place]
                 else:
                     partition = by_hash(key, klen, PyList_GET_SIZE(table))
             record, live, locked, unseen = NULL, False, False, False
@@ -395,8 +403,10 @@ def run(
                         break
                     part = <Table> made if is_table(made) else <Table?> made
                     current = partition
-                tag = tags[place] if at < seen else map_tag(key, klen)
-                found = map_find(&part.items.map, key, klen, tag)
+                tag = ahead.tags[place] if at < ahead.end else map_tag(key, klen)
+                found = ahead.slots[place] if at < ahead.end and turn.made == unchanged else NULL
+                if found == NULL or not map_has(&part.items.map, found, key, klen):
+                    found = map_find(&part.items.map, key, klen, tag)
                 need = HEADER_SIZE + FLAGS_EXTRAS + klen + TOKEN_EXTRAS + 9
                 if found != NULL:
                     record = map_cell(&part.items.map, found[0])
@@ -519,11 +529,32 @@ def run(
     return at, waits or turn.made > 0, turn.made
 
 
+cdef class Reached:
+    """What `touched` returns: pairs of a table and its seqno, without an object for each pair."""
+    cdef list tables
+    cdef uint64_t *seqnos  # as many
+
+    def __dealloc__(self):
+        free(self.seqnos)
+
+    def __len__(self):
+        return PyList_GET_SIZE(self.tables)
+
+    def __iter__(self):
+        return iter([(table, self.seqnos[i]) for i, table in enumerate(self.tables)])
+
+    def __eq__(self, other):
+        return list(self) == list(other)
+
+    __hash__ = None
+
+
 def touched(Log records not None, list tables not None, uint64_t batch):
-    cdef list found = []
+    cdef Reached found = Reached.__new__(Reached)
     cdef Table table
-    cdef Py_ssize_t at = FRAME_HEAD, last = -1, partition
+    cdef Py_ssize_t at = FRAME_HEAD, last = -1, partition, i
     cdef const uint8_t *c
+    found.tables = []
     while at < records.used:
         c = records.data + at
         at += cell_length(c)
@@ -538,19 +569,34 @@ def touched(Log records not None, list tables not None, uint64_t batch):
             table.last_batch = batch
             if table.first_batch is None:
                 table.first_batch = batch
-            found.append(table)
-    return [(table, table.high) for table in found]
+            found.tables.append(table)
+    found.seqnos = <uint64_t *> malloc((PyList_GET_SIZE(found.tables) + 1) * sizeof(uint64_t))
+    if found.seqnos == NULL:
+        raise MemoryError
+    for i in range(PyList_GET_SIZE(found.tables)):
+        found.seqnos[i] = (<Table> PyList_GET_ITEM(found.tables, i)).high
+    return found
 
 
-def reach(list reached not None, bint exposed=True):
-    cdef uint64_t high, furthest = 0
-    cdef Table table
-    for made in reached:
-        table, high = <Table?> (<tuple?> made)[0], (<tuple> made)[1]
-        if high > table.written:
-            table.written = high
-            furthest = max(furthest, high)
-        if exposed and high > table.durable:
-            table.durable = high
-            furthest = max(furthest, high)
+cdef inline uint64_t reach_one(Table table, uint64_t high, bint exposed):
+    """The seqno, if anything moved to it."""
+    cdef uint64_t moved = 0
+    if high > table.written:
+        table.written = moved = high
+    if exposed and high > table.durable:
+        table.durable = moved = high
+    return moved
+
+
+def reach(reached not None, bint exposed=True):
+    cdef uint64_t furthest = 0
+    cdef Reached pairs
+    cdef Py_ssize_t i
+    if type(reached) is Reached:
+        pairs = <Reached> reached
+        for i in range(PyList_GET_SIZE(pairs.tables)):
+            furthest = max(furthest, reach_one(<Table> PyList_GET_ITEM(pairs.tables, i), pairs.seqnos[i], exposed))
+    else:
+        for made in reached:
+            furthest = max(furthest, reach_one(<Table?> (<tuple?> made)[0], (<tuple> made)[1], exposed))
     return furthest

@@ -108,7 +108,7 @@ cdef class CopyProgress:
         return [<object> self.replicas[i].node for i in range(self.used)]
 
 
-def wrote(list reached not None, dict copies not None, double now):
+def wrote(reached not None, dict copies not None, double now):
     cdef list found = []
     cdef CopyProgress copy
     cdef PyObject *made

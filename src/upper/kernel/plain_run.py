@@ -8,7 +8,7 @@ commands that are less frequent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from struct import Struct
 from typing import Any, Final
 
@@ -279,7 +279,7 @@ def run(
 # ── Batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def touched(records: Log, tables: Sequence[Table], batch: int) -> list[tuple[Table, int]]:
+def touched(records: Log, tables: Sequence[Table], batch: int) -> Collection[tuple[Table, int]]:
     """The partitions that these records belong to, each once, with the seqno that it has reached.
 
     Each of them notes that this batch, which must be a new one, has something of it.
@@ -298,7 +298,7 @@ def touched(records: Log, tables: Sequence[Table], batch: int) -> list[tuple[Tab
     return [(table, table.high) for table in found]
 
 
-def reach(reached: list[tuple[Table, int]], exposed: bool = True) -> int:
+def reach(reached: Iterable[tuple[Table, int]], exposed: bool = True) -> int:
     """Move `written` of these partitions, and `durable` if that is exposed; the highest seqno moved to."""
     furthest = 0
     for table, high in reached:

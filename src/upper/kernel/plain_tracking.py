@@ -6,7 +6,7 @@ loops do the ordinary part of that for all partitions at once; the decisions abo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from upper.kernel.packets import Buffer
@@ -57,7 +57,9 @@ class CopyProgress:
         return list(self._held | self._silent_since)
 
 
-def wrote(reached: list[tuple[Table, int]], copies: Mapping[Any, Any], now: float) -> list[tuple[Table, int]]:
+def wrote(
+    reached: Iterable[tuple[Table, int]], copies: Mapping[Any, Any], now: float
+) -> list[tuple[Table, int]]:
     """Partitions have reached these seqnos on the local disk; those of them that are active copies here."""
     found = []
     for entry in reached:

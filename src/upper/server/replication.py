@@ -146,13 +146,15 @@ class Replication:
 
     # ── Release of batches ────────────────────────────────────────────────────────────────────────
 
-    def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+    def held(self, reached: Collection[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
         if not self.active:
             return []
-        found = kernel.wrote(cast("list[tuple[kernel.Table, int]]", reached), self.active, self.node.now())
+        found = kernel.wrote(
+            cast("Collection[tuple[kernel.Table, int]]", reached), self.active, self.node.now()
+        )
         return cast("list[tuple[PartitionStore, int]]", found)
 
-    def opens(self, held: list[tuple[PartitionStore, int]]) -> bool:
+    def opens(self, held: Collection[tuple[PartitionStore, int]]) -> bool:
         if held and perf_counter() > self.node.serves_until:
             self.check_lease()
         if not held:

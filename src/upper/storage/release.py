@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, cast
 
 from upper import kernel
@@ -29,7 +29,9 @@ RETURNING = 0.8  # of the changes of a released batch: as many new ones are expe
 PATIENCE = 0.001  # seconds that the open batch waits for them
 MOST_SKIPPED = 63  # batches that do not wait, after several for which it was in vain
 
-Reached: TypeAlias = "list[tuple[kernel.Table, int]]"  # partitions of a batch, and the seqnos they had then
+Reached: TypeAlias = (
+    "Collection[tuple[kernel.Table, int]]"  # partitions of a batch, and the seqnos they had then
+)
 
 
 class Commit(NamedTuple):
@@ -46,10 +48,10 @@ Listener: TypeAlias = Callable[[Commit], None]
 class Gate(Protocol):
     """Decides how long written batches wait."""
 
-    def held(self, reached: list[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
+    def held(self, reached: Collection[tuple[PartitionStore, int]]) -> list[tuple[PartitionStore, int]]:
         """These partitions have these seqnos on the local disk; those that a release must wait for."""
 
-    def opens(self, held: list[tuple[PartitionStore, int]]) -> bool:
+    def opens(self, held: Collection[tuple[PartitionStore, int]]) -> bool:
         """Whether a batch that waits for these may be released."""
 
 
@@ -250,9 +252,9 @@ class ReleaseQueue:
             listener(commit)
 
 
-def _stores(reached: Reached) -> list[tuple[PartitionStore, int]]:
+def _stores(reached: Reached) -> Collection[tuple[PartitionStore, int]]:
     """The kernel's tables are the partitions."""
-    return cast("list[tuple[PartitionStore, int]]", reached)
+    return cast("Collection[tuple[PartitionStore, int]]", reached)
 
 
 def _tables(held: list[tuple[PartitionStore, int]]) -> Reached:

@@ -23,7 +23,7 @@ class StorageSettings:
     segment_size: int = 64 * MIB  # bytes of a journal segment
     compact: bool = True  # rewrite partitions in the background
     disk_use: float = 2.5  # multiples of the live data that the directory may take
-    disk_floor: int = 16 * MIB  # bytes that it may always take
+    disk_floor: int = 256 * MIB  # bytes that it may always take
     sweep_every: float = 1.0  # seconds between two searches for expired items and old deletions
 
     def __post_init__(self) -> None:

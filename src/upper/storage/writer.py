@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class JournalBatch(NamedTuple):
     ticket: int
     clock: int
     records: kernel.Log
-    reached: list[tuple[kernel.Table, int]]  # its partitions and their high seqnos
+    reached: Collection[tuple[kernel.Table, int]]  # its partitions and their high seqnos
     segment_size: int
     has_facts: bool
 
