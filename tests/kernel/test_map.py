@@ -6,6 +6,7 @@ map; counts and bytes are those of the entries; memory is bounded by what is ali
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -190,7 +191,7 @@ def test_overwriting_keeps_memory_within_a_third_more_than_what_is_alive(compile
 
 
 def test_moving_values_out_gives_their_memory_back(compiled: ModuleType) -> None:
-    others = compiled.map_memory_held()  # of maps that earlier tests have left to the garbage collector
+    others = memory_of_others(compiled)
     records = compiled.RecordMap()
     sizes = {}
     for number in range(20_000):
@@ -207,7 +208,7 @@ def test_moving_values_out_gives_their_memory_back(compiled: ModuleType) -> None
 
 
 def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
-    before = compiled.map_memory_held()
+    before = memory_of_others(compiled)
     records = compiled.RecordMap()
     for number in range(50_000):
         records.put(change(b"key-%05d" % number, bytes(100), seqno=number + 1))
@@ -217,6 +218,48 @@ def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
     assert len(view) == 50_000
     del view
     assert compiled.map_memory_held() <= before + (4 << 20), "empty regions of up to 4 MiB are kept"
+
+
+def test_maps_that_come_and_go_share_memory_and_give_it_back(compiled: ModuleType) -> None:
+    """Their blocks share regions and arenas: what one map gives back, another one gets."""
+    draw = random.Random(11)
+    before, resident, most = memory_of_others(compiled), memory_of_this_process(), 0
+    maps: dict[int, Any] = {}
+    for turn in range(300):
+        gone = [number for number in maps if draw.random() < 0.03]
+        for number in gone:
+            assert_written(maps.pop(number), number)
+        records = maps[turn] = compiled.RecordMap()
+        for number in range(draw.choice((1, 30, 1_000, 20_000))):
+            records.put(change(b"%d.%d" % (turn, number), b"%d" % turn * 40, seqno=number + 1))
+        most = max(most, compiled.map_memory_held() - before)
+    for number, records in maps.items():
+        assert_written(records, number)
+    assert compiled.map_memory_held() - before >= sum(records.memory for records in maps.values()) / 2
+    maps.clear()
+    del records
+    assert compiled.map_memory_held() <= before + (4 << 20)
+    assert most > 10 << 20
+    assert memory_of_this_process() - resident < most / 2, "the system has the rest"
+
+
+def assert_written(records: Any, turn: int) -> None:
+    found = list(records.items())
+    assert [key for key, _ in found] == [b"%d.%d" % (turn, number) for number in range(len(found))]
+    assert all(bytes(record).endswith(b"%d" % turn * 40) for _, record in found)
+
+
+def memory_of_others(compiled: ModuleType) -> int:
+    """Bytes of maps of other tests in this process, without those that were left to the garbage collector."""
+    gc.collect()
+    held = compiled.map_memory_held()
+    assert isinstance(held, int)
+    return held
+
+
+def memory_of_this_process() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_map_whose_index_is_split_holds_what_a_dict_holds(kernel: ModuleType) -> None:

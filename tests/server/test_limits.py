@@ -234,7 +234,7 @@ def test_consumers_that_do_not_read_share_a_large_value(tmp_path: Path) -> None:
         for connection in following():
             assert connection._transport is not None
             copied = connection._transport.get_write_buffer_size()
-            most = running.settings.streams.buffer + transport.SLICE_BYTES
+            most = running.settings.streams.buffer + transport.WHOLE
             assert copied <= most, "the rest is not copied"
         for peer in peers:
             change = peer.changes(1)[0]

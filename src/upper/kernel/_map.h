@@ -48,6 +48,9 @@ enum {
     SPLIT_AT = 64 << 10, /* keys at which an index is split into parts */
 #endif
     EMPTY_REGIONS = 4 << 20, /* bytes of empty regions that are kept */
+    UNIT = 64 << 10,         /* bytes: regions have a power of two of them */
+    ARENA = 2 << 20,         /* bytes of an arena, which are a large page of x86-64 and ARM */
+    ARENAS_TRIED = 16,       /* that are searched for room for a region before a new one is made */
     WORTH_CLEANING = 1024, /* dead bytes below which a map is not cleaned */
     DEAD_SHARE = 5         /* one part in this many of the live bytes may be dead */
 };
@@ -55,11 +58,21 @@ enum {
 /* ── Memory of blocks ────────────────────────────────────────────────────────────────────────────────────────────────────
  * Blocks of one size share a region, which goes back to the system when the last of them is free. Up to EMPTY_REGIONS bytes of
  * empty regions are kept: overwriting empties and fills regions all the time, and new pages cost more than the
- * copies that it makes. The C library's heap would not return memory below a block that is in use. */
+ * copies that it makes. The C library's heap would not return memory below a block that is in use.
+ *
+ * Regions lie in arenas, for which the system is asked for large pages: records are read in no order, and the processor
+ * finds the addresses of few small pages in its own tables. */
 
 #define CLASSES 5 /* of blocks: 1, 4, 16, 64 and 256 KB. Fewer sizes leave fewer regions that are almost empty. */
 
+typedef struct map_arena {
+    struct map_arena *next, *before; /* among those with a free unit */
+    uint8_t *memory;                 /* at a multiple of its size */
+    uint32_t free;                   /* a bit for each free unit */
+} map_arena;
+
 typedef struct map_region {
+    map_arena *arena;
     struct map_region *next, *before; /* among those with a free block */
     void *free;                       /* a list of free blocks */
     uint32_t used, made, most;        /* blocks in use, ever handed out, and that fit */
@@ -76,11 +89,12 @@ typedef struct map_block {
     uint8_t cells[];
 } map_block;
 
+static map_arena *map_arenas;            /* with a free unit */
 static map_region *map_regions[CLASSES]; /* with a free block */
 static uint64_t map_empty;               /* bytes of regions without a block in use */
 static uint64_t map_held;                /* bytes of all regions and other blocks */
 
-static size_t map_region_size(uint32_t kind) { return kind < 2 ? 64 << 10 : kind < 3 ? 256 << 10 : 1 << 20; }
+static size_t map_region_size(uint32_t kind) { return kind < 2 ? UNIT : kind < 3 ? 4 * UNIT : 16 * UNIT; }
 
 /* Bytes of a block of this class: a little less than its nominal size, because the region has a header. */
 static inline size_t map_class_size(uint32_t kind) {
@@ -100,6 +114,85 @@ static void map_enlist(map_region *r) {
     r->next = map_regions[r->kind];
     if (r->next) r->next->before = r;
     map_regions[r->kind] = r;
+}
+
+static void map_enlist_arena(map_arena *a) {
+    a->before = NULL;
+    a->next = map_arenas;
+    if (a->next) a->next->before = a;
+    map_arenas = a;
+}
+
+static void map_unlist_arena(map_arena *a) {
+    if (a->before) a->before->next = a->next;
+    else map_arenas = a->next;
+    if (a->next) a->next->before = a->before;
+}
+
+static map_arena *map_new_arena(void) {
+    map_arena *a = malloc(sizeof *a);
+    if (a == NULL) return NULL;
+    /* The system places a mapping below the last one, so most are aligned by themselves. */
+    uint8_t *memory = mmap(NULL, ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory != MAP_FAILED && (uintptr_t)memory % ARENA) {
+        munmap(memory, ARENA);
+        memory = mmap(NULL, 2 * ARENA, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory != MAP_FAILED) {
+            size_t before = ARENA - (uintptr_t)memory % ARENA;
+            munmap(memory, before);
+            memory += before;
+            if (before < ARENA) munmap(memory + ARENA, ARENA - before);
+        }
+    }
+    if (memory == MAP_FAILED) {
+        free(a);
+        return NULL;
+    }
+#ifdef MADV_HUGEPAGE
+    madvise(memory, ARENA, MADV_HUGEPAGE);
+#endif
+    a->memory = memory;
+    a->free = 0xffffffff;
+    map_enlist_arena(a);
+    return a;
+}
+
+static uint32_t map_units(uint32_t kind) { return ((uint32_t)1 << (map_region_size(kind) / UNIT)) - 1; }
+
+/* A region of this class, not initialised. NULL if there is no memory. */
+static map_region *map_new_region(uint32_t kind) {
+    uint32_t count = (uint32_t)(map_region_size(kind) / UNIT), units = map_units(kind), at = 0;
+    map_arena *a = map_arenas;
+    for (int tried = 0; a != NULL; a = ++tried < ARENAS_TRIED ? a->next : NULL) {
+        for (at = 0; at < ARENA / UNIT && (a->free >> at & units) != units; at += count) {}
+        if (at < ARENA / UNIT) break;
+    }
+    if (a == NULL) {
+        a = map_new_arena();
+        if (a == NULL) return NULL;
+        at = 0;
+    }
+    a->free &= ~(units << at);
+    if (a->free == 0) map_unlist_arena(a);
+    map_region *r = (map_region *)(a->memory + (size_t)at * UNIT);
+    r->arena = a;
+    map_held += map_region_size(kind);
+    return r;
+}
+
+static void map_free_region(map_region *r) {
+    map_arena *a = r->arena;
+    uint32_t kind = r->kind, at = (uint32_t)(((uint8_t *)r - a->memory) / UNIT);
+    map_held -= map_region_size(kind);
+    if (a->free == 0) map_enlist_arena(a);
+    a->free |= map_units(kind) << at;
+    if (a->free == 0xffffffff) {
+        map_unlist_arena(a);
+        munmap(a->memory, ARENA);
+        free(a);
+    } else {
+        madvise(r, map_region_size(kind), MADV_DONTNEED);
+    }
 }
 
 /* A block with room for `need` bytes of cells; of the largest class up to `wanted` bytes, if that is more. NULL if there is
@@ -128,9 +221,8 @@ static map_block *map_new_block(size_t wanted, size_t need) {
         map_region *r = map_regions[kind];
         if (r == NULL) {
             size_t all = map_region_size(kind);
-            r = mmap(NULL, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-            if (r == MAP_FAILED) return NULL;
-            map_held += all;
+            r = map_new_region(kind);
+            if (r == NULL) return NULL;
             r->free = NULL;
             r->used = r->made = 0;
             r->kind = kind;
@@ -173,8 +265,7 @@ static void map_free_memory(map_block *b) {
     size_t all = map_region_size(kind);
     if (map_empty + all > EMPTY_REGIONS) {
         map_unlist(r);
-        map_held -= all;
-        munmap(r, all);
+        map_free_region(r);
     } else {
         map_empty += all;
     }

@@ -17,7 +17,8 @@ from upper.server.connection_state import ENDED, ConnectionCue, ConnectionPhase,
 
 LINGER = 1.0  # seconds that a peer gets to read why it is being closed
 LINGER_BYTES = 1 << 20  # bytes that it may still send meanwhile
-SLICE_BYTES = 256 << 10  # larger pieces are sliced
+SLICE_BYTES = 256 << 10  # of a large piece that are handed over at once
+WHOLE = 320 << 10  # up to this size a piece is not sliced: chunks of a backfill exceed their size by a record
 
 Piece: TypeAlias = bytes | bytearray | memoryview
 
@@ -82,7 +83,7 @@ class Transport(asyncio.Protocol):
         if self._transport is None or self.phase in ENDED:
             return
         self.bytes_out += len(data)
-        if self._pieces or len(data) > SLICE_BYTES:
+        if self._pieces or len(data) > WHOLE:
             self._pieces.append(memoryview(data))
             self._write_pieces()
         else:
@@ -92,9 +93,10 @@ class Transport(asyncio.Protocol):
         """Hand over slices as long as the peer takes them."""
         while self._pieces and self.writable and self._transport is not None:
             piece = self._pieces.popleft()
-            if len(piece) > SLICE_BYTES:
+            if len(piece) > WHOLE:
                 self._pieces.appendleft(piece[SLICE_BYTES:])
-            self._transport.write(piece[:SLICE_BYTES])
+                piece = piece[:SLICE_BYTES]
+            self._transport.write(piece)
         if not self._pieces and self._last is not None:
             last, self._last = self._last, None
             try:
