@@ -185,7 +185,7 @@ def test_now_is_reached_through_failovers_inside_a_snapshot_and_the_place_is_kep
 
 def test_a_dump_ends_also_when_a_failover_takes_some_of_it_back(node: Node) -> None:
     with upper.connect(node.url.replace("upr", "tap")) as bucket:
-        bucket.set_many((f"k{n}", "x" * 1000) for n in range(5000))
+        bucket.set_many((f"k{n}", "x" * 4000) for n in range(5000))  # more than fits between here and there
         feed = bucket.changes(until="now")
         next(feed)
         bucket.promote(2, to=0)

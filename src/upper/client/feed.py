@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 from upper.client.events import Rollback
 from upper.client.positions import Positions
 from upper.client.reader import Reader
-from upper.client.sockets import NOT_CONNECTED, NodeConnection, open_socket
+from upper.client.sockets import NOT_CONNECTED, READ, NodeConnection, open_socket
 from upper.client.url import NodeAddress
 from upper.errors import Refused, Unreachable
 
@@ -41,7 +41,7 @@ class Feed(Generic[T]):
         connection, or with a partition without an active copy, after which an error is raised; None: never,
         except that a read with an end waits the bucket's timeout for an active copy."""
         self._reader, self._follower, self._bucket = reader, reader.follower, bucket
-        self._gather, self._patience = gather, patience
+        self._gather, self._patience = max(gather, READ), patience
         self._connections: dict[NodeAddress, NodeConnection] = {}
         self._unsent: dict[NodeAddress, memoryview] = {}
         self._arrived: list[tuple[NodeAddress, bytes]] = []
@@ -233,25 +233,15 @@ class Feed(Generic[T]):
 
     def _receive(self, node: NodeAddress) -> None:
         """The bytes that have arrived, up to `gather` of them."""
-        connection = self._connections[node]
-        parts: list[bytes] = []
-        size = 0
-        lost: OSError | None = None
         try:
-            while (data := connection.receive()) is not None:
-                if not data:
-                    lost = ConnectionResetError("the node closed the connection")
-                    break
-                parts.append(data)
-                size += len(data)
-                if size >= self._gather:
-                    break
+            data, closed = self._connections[node].gather(self._gather)
         except OSError as error:
-            lost = error
-        if parts:
-            self._arrived.append((node, parts[0] if len(parts) == 1 else b"".join(parts)))
-        if lost is not None and not parts:
-            self._lost(node, lost)
+            self._lost(node, error)
+            return
+        if data:
+            self._arrived.append((node, data))
+        elif closed:
+            self._lost(node, ConnectionResetError("the node closed the connection"))
 
     def _lost(self, node: NodeAddress, error: object) -> None:
         self._forget(node)

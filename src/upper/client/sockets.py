@@ -206,6 +206,28 @@ class NodeConnection:
         except _LATER:
             return 0
 
+    def gather(self, most: int) -> tuple[bytes, bool]:
+        """The bytes that have arrived, about `most` at most; if none have, whether the node has closed.
+
+        An error of the socket is raised if nothing came before it.
+        """
+        if self.fd >= 0:
+            return kernel.receive(self.fd, most)
+        parts: list[bytes] = []
+        size = 0
+        while size < most:
+            try:
+                data = self.receive(most)
+            except OSError:
+                if parts:
+                    break
+                raise
+            if not data:
+                return b"".join(parts), data is not None and not parts
+            parts.append(data)
+            size += len(data)
+        return b"".join(parts), False
+
     def receive(self, most: int = READ) -> bytes | None:
         """The bytes that have arrived: None for none, empty when the node has closed."""
         try:

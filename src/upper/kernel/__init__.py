@@ -9,9 +9,9 @@ result of one is the result of the other, byte for byte (tests/kernel holds them
 in (`data`) may be bytes, a bytearray or a contiguous memoryview; anything else is a TypeError. The plain
 `run` and `replay` copy what is not bytes, so callers in a loop pass bytes.
 
-All loops hold the interpreter's lock. The records of partitions are in memory that the cycle collector does
-not see (`RecordMap`), but a process that writes much should still raise its thresholds, as the node does,
-because lists of records (chunks of a backfill) *are* visited.
+All loops hold the interpreter's lock; `receive` releases it for a system call. The records of partitions are
+in memory that the cycle collector does not see (`RecordMap`), but a process that writes much should still
+raise its thresholds, as the node does, because lists of records (chunks of a backfill) *are* visited.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         latest,
         place,
         reach,
+        receive,
         records,
         replay,
         requests,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NAME",
     # what comes from a socket
+    "receive",
     "scan",
     "records",
     "events",

@@ -19,7 +19,13 @@ cdef extern from "<sys/socket.h>" nogil:
 
 cdef extern from *:
     """
+    #include <sys/ioctl.h>
     #include <sys/socket.h>
+    /* Bytes that can be read now; where that is not known, as many as are worth a call. */
+    static inline Py_ssize_t upper_arrived(int fd) {
+        int size = 0;
+        return ioctl(fd, FIONREAD, &size) ? 65536 : size;
+    }
     #ifdef MSG_NOSIGNAL
     #define UPPER_SEND (MSG_DONTWAIT | MSG_NOSIGNAL)
     #else
@@ -44,11 +50,13 @@ cdef extern from *:
     }
     """
     int UPPER_SEND, MSG_DONTWAIT
+    Py_ssize_t upper_arrived(int fd) nogil
     Py_ssize_t upper_text(object text, const char **data)
     void upper_fill(object made, Py_ssize_t at, object value)
 
 cdef enum:
     SHORT = 16384  # bytes of a request or response that `Caller` sends or reads
+    MANY = 65536  # bytes that have arrived at once from which on more are expected to follow
 
 cdef object monotonic = time.monotonic
 cdef Py_ssize_t MAX_VALUE = layout.MAX_VALUE
@@ -224,6 +232,43 @@ def answers(data, type kind not None):
     finally:
         PyBuffer_Release(&view)
     return at, found
+
+
+def receive(int fd, Py_ssize_t most):
+    cdef PyObject *made = NULL
+    cdef uint8_t *to
+    cdef Py_ssize_t size = 0, room = 0, arrived, got = 1
+    cdef int error = 0
+    if most <= 0:
+        raise ValueError(f"{most} bytes cannot be received")
+    try:
+        while size < most:
+            arrived = upper_arrived(fd)
+            if arrived <= 0 and size:
+                break
+            if room - size < min(arrived, most - size) or room == size:
+                # What is left over is given back at the end, so a large piece gets its whole room at once.
+                room = most if size or arrived >= MANY else min(most, max(arrived, 4096))
+                if made == NULL:
+                    made = new_bytes(NULL, room)
+                else:
+                    resize_bytes(&made, room)
+            to = bytes_in(made) + size
+            with nogil:
+                got = recv(fd, to, room - size, MSG_DONTWAIT)
+                error = errno if got < 0 else 0
+            if error == EINTR:
+                PyErr_CheckSignals()
+                continue
+            if got <= 0:
+                break
+            size += got
+        if error and error != EAGAIN and size == 0:
+            raise OSError(error, os.strerror(error))
+        resize_bytes(&made, size)
+        return <object> made, size == 0 and got == 0
+    finally:
+        Py_XDECREF(made)
 
 
 cdef class Caller:

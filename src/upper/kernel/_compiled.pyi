@@ -21,6 +21,7 @@ from upper.kernel.plain import join as join
 from upper.kernel.plain import latest as latest
 from upper.kernel.plain import place as place
 from upper.kernel.plain import reach as reach
+from upper.kernel.plain import receive as receive
 from upper.kernel.plain import records as records
 from upper.kernel.plain import replay as replay
 from upper.kernel.plain import requests as requests

@@ -43,17 +43,23 @@ def schema() -> pyarrow.Schema:
     )
 
 
+@cache
+def _fields() -> tuple[tuple[str, pyarrow.DataType], ...]:
+    """Names and types: a schema makes new objects of them each time."""
+    return tuple((field.name, field.type) for field in schema())
+
+
 def batch(rows: int, columns: Columns) -> pyarrow.RecordBatch:
     """The buffers that the kernel filled, as a record batch; nothing is copied."""
     import pyarrow as pa
 
     arrays = [
         pa.Array.from_buffers(
-            field.type, rows, [None if part is None else pa.py_buffer(part) for part in columns[field.name]]
+            kind, rows, [None if part is None else pa.py_buffer(part) for part in columns[name]]
         )
-        if field.name in columns
-        else pa.nulls(rows, field.type)
-        for field in schema()
+        if name in columns
+        else pa.nulls(rows, kind)
+        for name, kind in _fields()
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema())
 

@@ -26,6 +26,7 @@ from upper.kernel.plain_apply import apply as apply
 from upper.kernel.plain_client import Caller as Caller
 from upper.kernel.plain_client import answers as answers
 from upper.kernel.plain_client import place as place
+from upper.kernel.plain_client import receive as receive
 from upper.kernel.plain_client import requests as requests
 from upper.kernel.plain_client import stores as stores
 from upper.kernel.plain_client import written as written

@@ -23,6 +23,7 @@ from upper.wire.extras import TOKEN
 
 T = TypeVar("T", bound=tuple[Any, ...])
 SHORT = 16384  # bytes of a request or response that `Caller` sends or reads
+READ = 1 << 20  # bytes that one system call reads at most
 _new = tuple.__new__  # half the cost of a named tuple's own constructor, which only maps arguments
 
 
@@ -144,6 +145,30 @@ def _bare(data: bytes, end: int) -> bool:
     if magics.count(RESPONSE) != len(magics) or (end < len(data) and data[end] not in (REQUEST, RESPONSE)):
         return False
     return not any(any(data[at:end:HEADER_SIZE]) for at in (2, 3, 4, 5, 8, 9, 10, 11))
+
+
+def receive(fd: int, most: int) -> tuple[bytes, bool]:
+    """The bytes that have arrived at a socket that does not block, and whether its peer has closed it.
+
+    There are `most` of them at most. The end, or an error of the socket, is reported if nothing is before it.
+    """
+    if most <= 0:
+        raise ValueError(f"{most} bytes cannot be received")
+    parts: list[bytes] = []
+    while most > 0:
+        try:
+            part = os.read(fd, min(most, READ))
+        except BlockingIOError:
+            break
+        except OSError:
+            if parts:
+                break
+            raise
+        if not part:
+            return b"".join(parts), not parts
+        parts.append(part)
+        most -= len(part)
+    return b"".join(parts), False
 
 
 class LiveConnection(Protocol):
