@@ -257,11 +257,11 @@ def receive(int fd, Py_ssize_t most):
             with nogil:
                 got = recv(fd, to, room - size, MSG_DONTWAIT)
                 error = errno if got < 0 else 0
-            if error == EINTR:
+            if error == EINTR and size == 0:
                 PyErr_CheckSignals()
                 continue
             if got <= 0:
-                break
+                break  # also a signal that came behind some bytes: they must not be lost
             size += got
         if error and error != EAGAIN and size == 0:
             raise OSError(error, os.strerror(error))
