@@ -50,7 +50,7 @@ def other_process() -> Iterator[Callable[[Path, str], float]]:
             print(url, root, file=asked, flush=True)
             answer = answers.readline()
             if not answer:
-                raise ChildProcessError("bench.first_sync ended without an answer; its output says why")
+                raise ChildProcessError("bench.first_sync ended without an answer; its error is above")
             return float(answer)
 
         yield measure
