@@ -2,7 +2,8 @@
 
 One node, and warm sessions of two workers. Prebuilt batches show the cost of Spark alone. A first sync has
 the workers and the Java that `upper sync` starts, and also writes the table `latest`, which Spark's sink does
-not. Programs are compared in turns: medians count, and a ratio is the median of those of each turn.
+not. Programs are compared in turns: medians count, and a ratio is the median of those of each turn. Runs
+before decision 0515 counted the best turns, and a first sync had the Java of the sink.
 """
 
 from __future__ import annotations

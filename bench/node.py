@@ -1,8 +1,9 @@
 """A node against memcached with one thread, which is not durable, and against plain sockets.
 
 16-byte keys, 100-byte values, 8 connections with 100 requests in flight on each, a load generator in C. The
-compared programs run in turns: medians count, and a ratio is the median of those of each turn. CPU times are
-those of the node's process alone; they are more reliable than rates if the load generator shares the machine.
+compared programs run in turns: medians count, and a ratio is the median of those of each turn; runs before
+decision 0515 counted the best turns. CPU times are those of the node's process alone; they are more reliable
+than rates if the load generator shares the machine.
 """
 
 from __future__ import annotations
