@@ -210,12 +210,12 @@ def test_moving_values_out_gives_their_memory_back(compiled: ModuleType) -> None
 def test_an_empty_map_gives_back_everything(compiled: ModuleType) -> None:
     before = memory_of_others(compiled)
     records = compiled.RecordMap()
-    for number in range(50_000):
+    for number in range(100_000):
         records.put(change(b"key-%05d" % number, bytes(100), seqno=number + 1))
     view = records.after(0)
-    assert compiled.map_memory_held() > before + 5_000_000
+    assert compiled.map_memory_held() > before + 5_000_000  # it may use empty regions that were kept
     del records
-    assert len(view) == 50_000
+    assert len(view) == 100_000
     del view
     assert compiled.map_memory_held() <= before + (4 << 20), "empty regions of up to 4 MiB are kept"
 
