@@ -95,7 +95,7 @@ cdef int look_ahead(Ahead *ahead, const uint8_t *data, Py_ssize_t at, Py_ssize_t
     cdef PyObject *stores[STREAMED]
     cdef upper_map *maps[STREAMED]
     cdef uint32_t asked[STREAMED]
-    cdef int which[STREAMED]  # request a GET is
+    cdef int which[STREAMED]  # of these requests each GET is
     cdef int i, opcode, looked = 0, gets = 0, puts = together  # gets are the first of `maps`, puts the last
     cdef const uint8_t *p
     cdef Py_ssize_t total, klen, partition
