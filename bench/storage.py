@@ -68,15 +68,14 @@ class Ours:
         return b"".join(map(set_request, numbers))
 
     def commit(self, prepared: bytes) -> None:
-        self.bucket.clock.move()
         kernel.run(prepared, 0, self.bucket.table, self.bucket.clock, self.bucket.pending, bytearray())
         self.bucket.commit()
 
     def get_all(self, numbers: range) -> Callable[[], object]:
         requests = b"".join(map(get_request, numbers))
-        bucket = self.bucket
+        bucket, options = self.bucket, kernel.RunOptions(room=1 << 40)
         return lambda: kernel.run(
-            requests, 0, bucket.table, bucket.clock, bucket.pending, bytearray(), room=1 << 40
+            requests, 0, bucket.table, bucket.clock, bucket.pending, bytearray(), options
         )
 
     def scan(self) -> int:
@@ -345,7 +344,6 @@ async def overwriting(home: Path, items: int, *, compact: bool) -> tuple[float, 
     for turn in range(6):
         for number, request in enumerate(requests):
             began = time.perf_counter()
-            bucket.clock.move()
             kernel.run(request, 0, bucket.table, bucket.clock, bucket.pending, bytearray())
             bucket.schedule_batch()
             await bucket.saved()

@@ -371,7 +371,7 @@ def test_quiet_requests_that_cannot_be_distinguished_fail_the_connection() -> No
     held = Answers(4)
     held.hold(3, bytearray(response(Opcode.NOOP, 6)), asked=(data + request(Opcode.NOOP, 0, 6), 0, 74, False))
     held.fail(1, 3, GONE[1])
-    assert statuses(bytes(held.release(3, 0.0))) == [(6, FAILED)]
+    assert statuses(bytes(held.release(3, float))) == [(6, FAILED)]
     assert held.unclear
 
 
@@ -402,8 +402,8 @@ def test_answers_that_are_held_after_a_partition_has_left_are_not_its_failures()
         held.hold(3, bytearray(response(Opcode.SET, opaque)), asked=(data, 0, len(data), False))
         if opaque == 1:
             held.fail(1, 3, GONE[1])
-    assert statuses(bytes(held.release(3, 0.0))) == [(1, UNKNOWN), (2, 0)]
-    assert (held.size, held.answers, bool(held)) == (0, 0, False)
+    assert statuses(bytes(held.release(3, float))) == [(1, UNKNOWN), (2, 0)]
+    assert (held.size, held.answers, bool(held.queue)) == (0, 0, False)
 
 
 def test_the_key_names_the_partition_of_a_plain_memcached_client() -> None:
@@ -422,5 +422,5 @@ def test_requests_are_kept_only_in_a_cluster_and_count_as_bytes_that_wait() -> N
     assert held.size == 224
     held.hold(1, bytearray(24), 200, asked=(bytes(data.value), 0, 100, False))
     assert held.size == 548
-    held.release(1, 0.0)
+    held.release(1, float)
     assert held.size == 0

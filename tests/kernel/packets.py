@@ -149,6 +149,10 @@ def put_location(store: Table, key: bytes, place: int) -> None:
 @dataclass
 class Clock:
     last: int = 1_000
+    now: int = 0
+
+    def move(self) -> None:
+        self.last = max(self.last, self.now)
 
     def seconds(self) -> int:
         return NOW

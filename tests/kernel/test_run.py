@@ -56,9 +56,8 @@ class Ran:
         self.stores = list(stores) or [Store()]
         self.clock, log, self.out = Clock(), kernel.Log(), bytearray()
         self.expiring = list[bytes]()
-        self.at, self.waits, made = kernel.run(
-            data, 0, self.stores, self.clock, log, self.out, expiring=self.expiring, **options
-        )
+        chosen = kernel.RunOptions(expiring=self.expiring, **options)
+        self.at, self.waits, made = kernel.run(data, 0, self.stores, self.clock, log, self.out, chosen)
         self.whole = self.at == len(data)
         self.pending = list(log)
         assert made == sum(map(len, self.pending)) == log.size
@@ -89,6 +88,35 @@ def test_a_set_becomes_a_record_and_an_answer_with_its_cas(kernel: ModuleType) -
     assert ran.pending == [record]
     assert ran.out == response(0x01, opaque=42, cas=1001)
     assert (store.high, store.size, store.tombstones, ran.clock.last) == (10, len(record), 0, 1001)
+
+
+def test_the_clock_moves_before_the_first_change_and_not_for_reads(kernel: ModuleType) -> None:
+    store, options = Store().holding(change(b"a", b"1")), kernel.RunOptions()
+    clock, out = Clock(1_000, now=5_000), bytearray()
+    kernel.run(packet(GET, key=b"a"), 0, [store], clock, kernel.Log(), out, options)
+    assert clock.last == 1_000
+    del out[:]
+    kernel.run(set_(b"b", b"1") + set_(b"c", b"1"), 0, [store], clock, kernel.Log(), out, options)
+    assert out == response(0x01, cas=5_001) + response(0x01, cas=5_002)
+    assert clock.last == 5_002
+
+
+def test_runs_that_answered_something_are_timed(kernel: ModuleType) -> None:
+    options = kernel.RunOptions()
+    for data in (packet(NOOP), packet(NOOP) * 3, packet(0x10), b""):
+        kernel.run(data, 0, [], Clock(), kernel.Log(), bytearray(), options)
+    assert options.timing.count == 2
+    assert 0 < options.timing.seconds < 60
+
+
+@pytest.mark.parametrize("seconds", [0.0, 9e-7, 1e-6, 3.2e-5, 1.0, 1e6])
+def test_a_duration_is_counted_in_powers_of_two_of_a_microsecond(kernel: ModuleType, seconds: float) -> None:
+    timing = kernel.Timing()
+    timing.add(seconds)
+    timing.add(seconds)
+    assert timing.seconds == pytest.approx(2 * seconds)
+    assert timing.count == 2
+    assert timing.counts[round(seconds * 1e9 // 1000).bit_length()] == 2
 
 
 @given(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=40, unique=True))

@@ -71,6 +71,16 @@ def alike(name: str, *arguments: Any, **options: Any) -> None:
             assert list(mine) == list(other)
 
 
+def run_alike(*arguments: Any, **options: Any) -> None:
+    """Each kernel has its own options too."""
+    results = []
+    for twin, convert in ((plain, lambda one: one), (compiled, compiled_log)):
+        chosen = twin.RunOptions(**options)
+        done = outcome(twin.run, *map(convert, copy.deepcopy(arguments)), chosen)
+        results.append((done[:-1], chosen.expiring, chosen.timing.count))
+    assert results[0] == results[1]
+
+
 def compiled_log(argument: Any) -> Any:
     """Each kernel has its own logs."""
     return compiled.Log(argument) if isinstance(argument, plain.Log) else argument
@@ -152,11 +162,11 @@ def test_they_run_alike(
     assert first is not None
     put_location(first, b"\x00", 7 << 80)
     first.high = min(first.high, (1 << 48) - 1)
-    for at, clock in ((0, Clock()), (start, Clock(last))):
-        alike("run", data, at, table, clock, plain.Log(), bytearray(b"x"), limit=40, room=600, **options)
+    for at, clock in ((0, Clock()), (start, Clock(last)), (0, Clock(1, now=last))):
+        run_alike(data, at, table, clock, plain.Log(), bytearray(b"x"), limit=40, room=600, **options)
         others = [Store(branch=9) for _ in range(5)]
-        alike("run", data, at, others, clock, plain.Log(), bytearray(), tokens=True)
-        alike("run", data, at, [Store() for _ in range(8)], clock, plain.Log(), bytearray(), routed=True)
+        run_alike(data, at, others, clock, plain.Log(), bytearray(), tokens=True)
+        run_alike(data, at, [Store() for _ in range(8)], clock, plain.Log(), bytearray(), routed=True)
 
 
 @given(traffic, st.lists(changes(), max_size=6))
@@ -164,7 +174,7 @@ def test_they_count_requests_alike(data: bytes, held: list[bytes]) -> None:
     def counted(twin: Any) -> list[int]:
         counts = twin.Counts()
         table = [Store().holding(*held) for _ in range(4)]
-        twin.run(data, 0, table, Clock(), twin.Log(), bytearray(), counts=counts)
+        twin.run(data, 0, table, Clock(), twin.Log(), bytearray(), twin.RunOptions(counts=counts))
         return [getattr(counts, name) for name in plain.Counts.__slots__]
 
     assert counted(plain) == counted(compiled)

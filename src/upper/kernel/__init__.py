@@ -34,9 +34,11 @@ if TYPE_CHECKING:
         Log,
         RecordMap,
         RecordView,
+        RunOptions,
         StreamForm,
         Table,
         TailProgress,
+        Timing,
         acknowledge,
         answers,
         apply,
@@ -111,9 +113,11 @@ __all__ = [
     "Log",
     "RecordMap",
     "RecordView",
+    "RunOptions",
     "StreamForm",
     "Table",
     "TailProgress",
+    "Timing",
     "Writer",
 ]
 

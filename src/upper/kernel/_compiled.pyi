@@ -6,9 +6,11 @@ from upper.kernel.plain import Counts as Counts
 from upper.kernel.plain import Log as Log
 from upper.kernel.plain import RecordMap as RecordMap
 from upper.kernel.plain import RecordView as RecordView
+from upper.kernel.plain import RunOptions as RunOptions
 from upper.kernel.plain import StreamForm as StreamForm
 from upper.kernel.plain import Table as Table
 from upper.kernel.plain import TailProgress as TailProgress
+from upper.kernel.plain import Timing as Timing
 from upper.kernel.plain import acknowledge as acknowledge
 from upper.kernel.plain import answers as answers
 from upper.kernel.plain import apply as apply

@@ -203,6 +203,14 @@ cdef inline Py_ssize_t stored(uint8_t *to, Turn *turn, Request *asked, Table par
     return HEADER_SIZE + extras
 
 
+cdef inline uint64_t last_cas(Turn *turn, object clock, uint64_t *before) except? 0:
+    """The last CAS; it is brought up to the present time before the first change."""
+    if turn.cas == 0:
+        clock.move()
+        turn.cas = before[0] = clock.last
+    return turn.cas
+
+
 cdef inline bint admits(uint64_t cas, const uint8_t *record, bint live, bint locked) noexcept:
     """Whether the CAS of a write matches; a write without one requires an item that is not locked."""
     if cas == 0:
@@ -241,6 +249,70 @@ cdef int limited(Turn *turn, const uint8_t *record, object clock, bint *locked) 
 cdef class Counts:
     """`plain_run.Counts`."""
     cdef public uint64_t gets, misses, sets, deletes, noops, others
+
+
+cdef extern from "time.h" nogil:
+    struct timespec:
+        int64_t tv_sec, tv_nsec
+    enum: CLOCK_MONOTONIC
+    int clock_gettime(int clock, timespec *now)
+
+
+cdef inline uint64_t nanoseconds() noexcept:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t> now.tv_sec * NANOSECONDS + now.tv_nsec
+
+
+cdef class Timing:
+    """`plain_run.Timing`, in nanoseconds."""
+    cdef uint64_t spent
+    cdef uint64_t powers[64]
+
+    cdef void took(self, uint64_t duration) noexcept:
+        cdef uint64_t left = duration // 1000
+        cdef int power = 0
+        while left:
+            power += 1
+            left >>= 1
+        self.powers[power] += 1
+        self.spent += duration
+
+    def add(self, double seconds):
+        self.took(<uint64_t> (max(0.0, min(seconds, 1e9)) * NANOSECONDS))
+
+    @property
+    def seconds(self):
+        return self.spent / <double> NANOSECONDS
+
+    @property
+    def counts(self):
+        return [self.powers[power] for power in range(64)]
+
+    @property
+    def count(self):
+        return sum(self.counts)
+
+
+cdef class RunOptions:
+    """`plain_run.RunOptions`."""
+    cdef public Py_ssize_t limit, room
+    cdef public bint delete_cas, routed, tokens, json, reads, writes
+    cdef public uint32_t longest_lock
+    cdef public list expiring
+    cdef public Counts counts
+    cdef public Timing timing
+
+    def __init__(
+        self, *, Py_ssize_t limit=layout.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False, bint routed=False,
+        bint tokens=False, bint json=False, bint reads=True, bint writes=True, uint32_t longest_lock=DEFAULT_LOCK,
+        list expiring=None, Counts counts=None, Timing timing=None,
+    ):
+        self.limit, self.room, self.delete_cas, self.routed = limit, room, delete_cas, routed
+        self.tokens, self.json, self.reads, self.writes, self.longest_lock = tokens, json, reads, writes, longest_lock
+        self.expiring = [] if expiring is None else expiring
+        self.counts = Counts() if counts is None else counts
+        self.timing = Timing() if timing is None else timing
 
 
 cdef inline void begin_record(uint8_t *to, int opcode, int extras, Py_ssize_t key, int partition, Py_ssize_t body, uint64_t cas) noexcept:
@@ -336,10 +408,7 @@ cdef inline Py_ssize_t hit(
 
 
 def run(
-    data, Py_ssize_t start, list table not None, clock, Log pending not None, bytearray out not None, *,
-    Py_ssize_t limit=layout.MAX_VALUE, Py_ssize_t room=4 << 20, bint delete_cas=False,
-    bint routed=False, bint tokens=False, bint json=False, bint reads=True, bint writes=True,
-    uint32_t longest_lock=DEFAULT_LOCK, list expiring=None, Counts counts=None,
+    data, Py_ssize_t start, list table not None, clock, Log pending not None, bytearray out not None, RunOptions options=None
 ):
     cdef Py_buffer view
     cdef const uint8_t *p
@@ -353,20 +422,22 @@ def run(
     cdef Py_ssize_t at = start, used = PyByteArray_GET_SIZE(out), space = used, need, total, length = 0, size
     cdef Py_ssize_t klen, extras, partition = 0, current = -1, answered
     cdef int opcode, kind
-    cdef uint64_t before, cas, revision, theirs
-    cdef uint32_t options, tag = 0
+    cdef uint64_t before = 0, cas, revision, theirs, began = nanoseconds()
+    cdef uint32_t flags, tag = 0
     cdef int64_t expiration
     cdef bint waits = False, live, locked, unseen
     cdef Request asked
     cdef Turn turn
     cdef object made
     cdef Table part = None
-    cdef Counts counted = Counts() if counts is None else counts
-    if expiring is None:
-        expiring = []
-    turn.cas = before = clock.last
+    cdef RunOptions chosen = RunOptions() if options is None else options
+    cdef Counts counted = chosen.counts
+    cdef Py_ssize_t room = chosen.room
+    cdef bint routed = chosen.routed, json = chosen.json, reads = chosen.reads
+    cdef list expiring = chosen.expiring
+    turn.cas = 0  # not read yet; the clock moves before the first change
     turn.now = turn.locks = -1
-    turn.made, turn.limit, turn.longest_lock, turn.tokens, turn.json = 0, limit, longest_lock, tokens, json
+    turn.made, turn.limit, turn.longest_lock, turn.tokens, turn.json = 0, chosen.limit, chosen.longest_lock, chosen.tokens, json
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         size = view.len
@@ -449,12 +520,12 @@ def run(
                 respond(to, NOOP, 0, 0, 0, 0, p + AT_OPAQUE, 0)
                 used += HEADER_SIZE
                 counted.noops += 1
-            elif not writes or part.high >= MAX_SEQNO or turn.cas >= MAX_CAS:
+            elif not chosen.writes or part.high >= MAX_SEQNO or last_cas(&turn, clock, &before) >= MAX_CAS:
                 break
             elif SET <= opcode <= REPLACE or SETQ <= opcode <= REPLACEQ:
                 if extras != STORE_EXTRAS or total - klen < STORE_EXTRAS or kind > 1 or not admits(cas, record, live, locked):
                     break
-                if total - klen - STORE_EXTRAS > limit:
+                if total - klen - STORE_EXTRAS > turn.limit:
                     break
                 if opcode != SET and opcode != SETQ:
                     if live == (opcode == ADD or opcode == ADDQ):
@@ -478,19 +549,19 @@ def run(
                     memcpy(fresh(made) + DELETION_HEAD, key, klen)
                     put(&turn, &asked, part, made, pending, expiring)
                     if opcode == DELETE:
-                        used += stored(to, &turn, &asked, part, turn.cas if delete_cas else 0, 0)
+                        used += stored(to, &turn, &asked, part, turn.cas if chosen.delete_cas else 0, 0)
                 else:
                     used += missed(to, p, opcode, key, klen, False, False)
                 counted.deletes += 1
             elif opcode == SET_WITH_META:
                 if extras != COPY_EXTRAS or total - klen < COPY_EXTRAS or cas or kind or locked:
                     break
-                if total - klen - COPY_EXTRAS > limit:
+                if total - klen - COPY_EXTRAS > turn.limit:
                     break
-                revision, theirs, options = get64(p + HEADER_SIZE + 8), get64(p + HEADER_SIZE + 16), get32(p + HEADER_SIZE + 24)
-                if options > 1 or revision == 0 or revision >> 62 or theirs == 0 or theirs > turn.cas or theirs >> 62:
+                revision, theirs, flags = get64(p + HEADER_SIZE + 8), get64(p + HEADER_SIZE + 16), get32(p + HEADER_SIZE + 24)
+                if flags > 1 or revision == 0 or revision >> 62 or theirs == 0 or theirs > turn.cas or theirs >> 62:
                     break
-                if record != NULL and options == 0:
+                if record != NULL and flags == 0:
                     if revision < get64(record + AT_REVISION):
                         break
                     if revision == get64(record + AT_REVISION) and theirs <= get64(record + AT_CAS):
@@ -526,6 +597,8 @@ def run(
             PyByteArray_Resize(out, used)
         if turn.cas != before:
             clock.last = turn.cas
+        if at > start:
+            chosen.timing.took(nanoseconds() - began)
     return at, waits or turn.made > 0, turn.made
 
 

@@ -42,7 +42,9 @@ from upper.kernel.plain_log import Log as Log
 from upper.kernel.plain_map import RecordMap as RecordMap
 from upper.kernel.plain_map import RecordView as RecordView
 from upper.kernel.plain_run import Counts as Counts
+from upper.kernel.plain_run import RunOptions as RunOptions
 from upper.kernel.plain_run import Table as Table
+from upper.kernel.plain_run import Timing as Timing
 from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
 from upper.kernel.plain_run import touched as touched

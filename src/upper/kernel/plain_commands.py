@@ -36,7 +36,7 @@ from upper.wire.codes import Opcode
 from upper.wire.extras import COUNT, DEFAULT_LOCK, EXPIRATION, LOCKED, MONTH, NEVER_CREATE
 
 if TYPE_CHECKING:
-    from upper.kernel.plain_run import Table
+    from upper.kernel.plain_run import RunOptions, Table
 
 INCREMENTS: Final = (int(Opcode.INCREMENT), int(Opcode.INCREMENTQ))
 COUNTERS: Final = (*INCREMENTS, int(Opcode.DECREMENT), int(Opcode.DECREMENTQ))
@@ -59,9 +59,13 @@ _LIMITS: Final = Struct(">II")  # expiration, lock time, at AT_EXPIRATION
 
 
 class Clock(Protocol):
-    """The last CAS, which the caller has moved to the present time and `run` increments; and two clocks."""
+    """The last CAS, which `run` moves to the present time and increments; and two clocks."""
 
     last: int
+
+    def move(self) -> None:
+        """Bring `last` up to the present time."""
+        ...
 
     def seconds(self) -> int:
         """The clock of expirations."""
@@ -107,6 +111,7 @@ class Turn:
     """One run: its clocks, its settings and the records that it makes."""
 
     __slots__ = (
+        "_moved",
         "clock",
         "expiring",
         "json",
@@ -118,21 +123,19 @@ class Turn:
         "tokens",
     )
 
-    def __init__(
-        self,
-        clock: Clock,
-        pending: Log,
-        expiring: list[bytes],
-        limit: int,
-        longest_lock: int,
-        tokens: bool,
-        json: bool,
-        reads: bool,
-    ) -> None:
-        self.clock, self.pending, self.expiring = clock, pending, expiring
-        self.limit, self.longest_lock = limit, longest_lock
-        self.tokens, self.json, self.reads = tokens, json, reads
+    def __init__(self, clock: Clock, pending: Log, options: RunOptions) -> None:
+        self.clock, self.pending, self.expiring = clock, pending, options.expiring
+        self.limit, self.longest_lock = options.limit, options.longest_lock
+        self.tokens, self.json, self.reads = options.tokens, options.json, options.reads
         self.made = 0  # bytes of new records
+        self._moved = False
+
+    def last_cas(self) -> int:
+        """The last CAS; it is brought up to the present time before the first change."""
+        if not self._moved:
+            self._moved = True
+            self.clock.move()
+        return self.clock.last
 
     def limited(self, record: bytes) -> tuple[bool, bool]:
         """Whether an item with an expiration or a lock is live, and whether it is locked."""

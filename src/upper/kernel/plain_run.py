@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from struct import Struct
+from time import perf_counter
 from typing import Any, Final
 
 from upper.kernel.packets import Buffer, as_bytes, not_ours, within
@@ -118,6 +119,85 @@ class Counts:
         self.gets = self.misses = self.sets = self.deletes = self.noops = self.others = 0
 
 
+class Timing:
+    """How often something was done and how long it took: in all, and in powers of two of a microsecond."""
+
+    __slots__ = ("_counts", "_seconds")
+
+    def __init__(self) -> None:
+        self._counts = [0] * 64  # enough for any duration, so `add` needs no check
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[int(seconds * 1e6).bit_length()] += 1
+        self._seconds += seconds
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
+
+    @property
+    def counts(self) -> list[int]:
+        return self._counts[:]
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+
+class RunOptions:
+    """What `run` may do for a peer and in which form, and what else stays the same between its runs.
+
+    `room`: a run stops once its responses or its new records hold this many bytes, so that small requests for
+    large values cannot fill the memory.
+    `delete_cas`: whether a DELETE is answered with its CAS, which plain memcached clients do not expect.
+    `routed`: the requests name no partition, and each key belongs in the one that its hash names; the table
+    then has a power of two of partitions. A request that names a partition nevertheless stops the run.
+    `tokens`: responses to writes have branch and seqno. `json`: the peer sees and sets data types.
+    `reads`, `writes`: what the peer may do; anything else stops the run. `limit`: bytes of a value.
+    `longest_lock`: in seconds. `expiring`: gets new records with an expiration. `counts`, `timing`: what was
+    answered, and how long runs took, is added to them.
+    """
+
+    __slots__ = (
+        "counts",
+        "delete_cas",
+        "expiring",
+        "json",
+        "limit",
+        "longest_lock",
+        "reads",
+        "room",
+        "routed",
+        "timing",
+        "tokens",
+        "writes",
+    )
+
+    def __init__(
+        self,
+        *,
+        limit: int = MAX_VALUE,
+        room: int = 4 << 20,
+        delete_cas: bool = False,
+        routed: bool = False,
+        tokens: bool = False,
+        json: bool = False,
+        reads: bool = True,
+        writes: bool = True,
+        longest_lock: int = DEFAULT_LOCK,
+        expiring: list[bytes] | None = None,
+        counts: Counts | None = None,
+        timing: Timing | None = None,
+    ) -> None:
+        self.limit, self.room, self.delete_cas, self.routed = limit, room, delete_cas, routed
+        self.tokens, self.json, self.reads, self.writes = tokens, json, reads, writes
+        self.longest_lock = longest_lock
+        self.expiring: list[bytes] = [] if expiring is None else expiring
+        self.counts = counts or Counts()
+        self.timing = timing or Timing()
+
+
 def run(
     data: Buffer,
     start: int,
@@ -125,18 +205,7 @@ def run(
     clock: Clock,
     pending: Log,
     out: bytearray,
-    *,
-    limit: int = MAX_VALUE,
-    room: int = 4 << 20,
-    delete_cas: bool = False,
-    routed: bool = False,
-    tokens: bool = False,
-    json: bool = False,
-    reads: bool = True,
-    writes: bool = True,
-    longest_lock: int = DEFAULT_LOCK,
-    expiring: list[bytes] | None = None,
-    counts: Counts | None = None,
+    options: RunOptions | None = None,
 ) -> tuple[int, bool, int]:
     """Apply plain key-value requests of `data`: where it stopped, whether to wait, and the bytes of changes.
 
@@ -144,29 +213,22 @@ def run(
     PREPEND, INCREMENT, DECREMENT, TOUCH, GAT, their quiet and key-showing forms, GET_LOCKED and UNLOCK_KEY;
     and SET_WITH_META with a CAS of the past, if it is forced or newer than the stored item. The partition is
     one that `table` has, and the item is in memory and has not expired. Responses go to `out`, new records to
-    `pending`, in order; those with an expiration to `expiring` too. Anything else stops the run before it has
-    an effect: a refusal (but for "Not found"), a packet that is not whole or not well formed. The caller
-    handles that one and calls again. A run also stops once `out` or the new records hold `room` bytes, so
-    that small requests for large values cannot fill the memory.
+    `pending`, in order. Anything else stops the run before it has an effect: a refusal (but for "Not found"),
+    a packet that is not whole or not well formed. The caller handles that one and calls again. The clock
+    moves before the first change.
 
     The second result is true when something in `out` depends on a change that is not durable yet: a
     write of this run, or a read of a record past the partition's durable seqno.
-
-    `delete_cas`: whether a DELETE is answered with its CAS, which plain memcached clients do not expect.
-    `routed`: the requests name no partition, and each key belongs in the one that its hash names; the table
-    then has a power of two of partitions. A request that names a partition nevertheless stops the run.
-    `tokens`: responses to writes have branch and seqno. `json`: the peer sees and sets data types.
-    `reads`, `writes`: what the peer may do; anything else stops the run. `longest_lock`: in seconds.
-    `counts`: what was answered is added to it.
     """
+    began = perf_counter()
     data = as_bytes(data)
     size = len(data)
     within(start, size, size)
     at, waits, sets = start, False, 0
-    counts = counts or Counts()
-    turn = Turn(
-        clock, pending, [] if expiring is None else expiring, limit, longest_lock, tokens, json, reads
-    )
+    options = options or RunOptions()
+    counts, limit, room, routed = options.counts, options.limit, options.room, options.routed
+    tokens, json, reads, writes = options.tokens, options.json, options.reads, options.writes
+    turn = Turn(clock, pending, options)
     head = ECHO.unpack_from
     while at + HEADER_SIZE <= size and len(out) < room and turn.made < room:
         magic, opcode, klen, extras, kind, partition, total, opaque, cas = head(data, at)
@@ -210,7 +272,7 @@ def run(
                 out += turn.missed(opcode, opaque, shown)
             counts.gets += 1
             counts.misses += not live
-        elif not writes or store.high >= MAX_SEQNO or clock.last >= MAX_CAS:
+        elif not writes or store.high >= MAX_SEQNO or turn.last_cas() >= MAX_CAS:
             break
         elif opcode in SETS:
             if extras != 8 or not 8 <= total - klen <= limit + 8 or kind > 1:
@@ -241,17 +303,17 @@ def run(
                     break
                 turn.put(store, key, old, DELETION, partition, key)
                 if opcode == DELETE:
-                    out += turn.stored(store, opcode, opaque, cas=delete_cas)
+                    out += turn.stored(store, opcode, opaque, cas=options.delete_cas)
             else:
                 out += turn.missed(opcode, opaque)
             counts.deletes += 1
         elif opcode == SET_WITH_META:
             if extras != COPY.size or not extras <= total - klen <= limit + extras or cas or kind or locked:
                 break
-            _, revision, theirs, options = COPY.unpack_from(data, body)
-            if options > 1 or not 0 < revision <= HIGHEST or not 0 < theirs <= min(clock.last, HIGHEST):
+            _, revision, theirs, flags = COPY.unpack_from(data, body)
+            if flags > 1 or not 0 < revision <= HIGHEST or not 0 < theirs <= min(clock.last, HIGHEST):
                 break
-            if old is not None and not options:
+            if old is not None and not flags:
                 held = (U64.unpack_from(old, AT_REVISION)[0], U64.unpack_from(old, AT_CAS)[0])
                 if (revision, theirs) <= held:
                     break  # the handler compares flags, and refuses it
@@ -273,6 +335,8 @@ def run(
             waits = True
         at = past
     counts.sets += sets
+    if at > start:
+        options.timing.add(perf_counter() - began)
     return at, waits or turn.made > 0, turn.made
 
 

@@ -49,17 +49,17 @@ class AnsweringConnection(PeerRights):
 
     def _answer(self, out: bytearray, waits: bool, asked: AskedBytes | None = None) -> None:
         """Write, or hold until the batch that it depends on is on disk. In a cluster, `asked` is answered."""
-        node = self.node
+        node, changed = self.node, self._changed
         if node.bucket.pending:
             node.bucket.start_large_batch()
-        changed, self._changed = self._changed, 0
         if changed:
+            self._changed = 0
             kept = 0 if asked is None else asked[2] - asked[1]
             node.room.unwritten.add(node.due, changed + kept)
         if waits and node.holds_answers:
             # Also for later answers: a quiet write has none, and a NOOP after it confirms both.
             self._due = node.due
-        if self._due > node.committed or self._held:
+        if self._due > node.committed or self._held.queue:
             if out or changed or waits:
                 self._held.hold(self._due, out, changed, asked=asked)
                 node.waiting[self.number] = self
@@ -104,7 +104,7 @@ class AnsweringConnection(PeerRights):
         if not unsent:
             self._answered = 0
         unread = min(unsent, self._answered) + self._held.answers
-        self.node.room.unread += unread - self.unread
+        self.node.room.count(unread - self.unread)
         self.unread = unread
 
     def fail(self, partition: int, first: int, why: UpperError) -> None:
@@ -113,7 +113,7 @@ class AnsweringConnection(PeerRights):
 
     def release(self, done: int, failed: BaseException | None) -> bool:
         """Write the answers that a commit confirms; false if no further ones are held."""
-        ready = self._held.release(done, self.node.now(), failed=failed is not None)
+        ready = self._held.release(done, self.node.now, failed=failed is not None)
         if failed is not None and (ready or self._due == done):
             # Some of these confirm a change that was discarded, and a quiet write may be among them: the peer
             # gets a failure for each, and has to read the stored items.
@@ -122,10 +122,11 @@ class AnsweringConnection(PeerRights):
             self.end(bytes(ready))
         elif ready:
             self._send_answers(ready)
-        self._close_if_answered()
-        if self.phase is not ConnectionPhase.READING or (self._answers_in_order and not self._held):
+        if self.phase is not ConnectionPhase.READING:
+            self._close_if_answered()
+        if self.phase is not ConnectionPhase.READING or (self._answers_in_order and not self._held.queue):
             self.proceed()
-        return bool(self._held)
+        return bool(self._held.queue)
 
     @property
     def _answers_in_order(self) -> bool:
@@ -137,7 +138,7 @@ class AnsweringConnection(PeerRights):
         self.move(ConnectionCue.LAST)
 
     def _close_if_answered(self) -> None:
-        if self.phase not in ANSWERABLE or self._held:
+        if self.phase not in ANSWERABLE or self._held.queue:
             return
         if self.phase is not ConnectionPhase.DRAINING or not self._input.ready:
             self.move(ConnectionCue.ANSWERED)

@@ -6,6 +6,7 @@ Each counts its bytes, because the bounds on memory are bounds on these sums.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from upper.errors import UpperError
@@ -30,18 +31,15 @@ class Answers:
     and then its answers are found by the requests. Until then this costs no work for each answer.
     """
 
-    __slots__ = ("_held", "_partitions", "answers", "majorities", "size", "unclear")
+    __slots__ = ("_partitions", "answers", "majorities", "queue", "size", "unclear")
 
     def __init__(self, partitions: int) -> None:
-        self._held: deque[HeldAnswers] = deque()
+        self.queue: deque[HeldAnswers] = deque()  # empty: nothing is held
         self._partitions = partitions
         self.answers = 0  # bytes of the answers
         self.majorities = 0  # answers that wait for one
         self.size = 0  # bytes: of the answers, of the changes that they confirm and of the requests
         self.unclear = False  # some failed because it is not known which of them the failure concerns
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
 
     def hold(
         self,
@@ -59,16 +57,16 @@ class Answers:
         self.answers += len(out)
         self.size += size
         self.majorities += majority is not None
-        if self._held and due <= self._held[-1][0]:
-            due, before, weight, waits, earlier, failed = self._held[-1]
+        if self.queue and due <= self.queue[-1][0]:
+            due, before, weight, waits, earlier, failed = self.queue[-1]
             if majority is waits is None and failed is None:
-                self._held.pop()
+                self.queue.pop()
                 before += out
                 out, size = before, weight + size
                 if earlier is not None:
                     earlier += requests or ()
                     requests = earlier
-        self._held.append((due, out, size, majority, requests, None))
+        self.queue.append((due, out, size, majority, requests, None))
 
     def fail(self, partition: int, first: int, why: UpperError) -> None:
         """What rests on changes of this partition in batch `first` and later ones is not confirmed.
@@ -76,27 +74,27 @@ class Answers:
         A majority of its copies cannot be reached any more either. Answers that are held from now on are not
         concerned.
         """
-        for place, (due, out, size, majority, requests, failed) in enumerate(self._held):
+        for place, (due, out, size, majority, requests, failed) in enumerate(self.queue):
             if due >= first if majority is None else majority.partition == partition:
                 failed = {**(failed or {}), partition: why}
-                self._held[place] = due, out, size, majority, requests, failed
+                self.queue[place] = due, out, size, majority, requests, failed
 
-    def release(self, done: int, now: float, *, failed: bool = False) -> bytearray:
+    def release(self, done: int, now: Callable[[], float], *, failed: bool = False) -> bytearray:
         """The answers that depend on batches up to `done`; `failed`: also those that wait for a majority."""
         ready = bytearray()
-        while self._held and self._held[0][0] <= done:
-            _, out, size, majority, requests, lost = self._held[0]
+        while self.queue and self.queue[0][0] <= done:
+            _, out, size, majority, requests, lost = self.queue[0]
             if majority is not None:
-                if not (failed or lost or majority.done(now)):
+                if not (failed or lost or majority.done(now())):
                     break
                 self.majorities -= 1
-            self._held.popleft()
+            self.queue.popleft()
             self.answers -= len(out)
             self.size -= size
             if majority is not None:
                 ready += out if majority.met else majority.ambiguous()
             elif lost is None:
-                ready += out
+                ready = ready + out if ready else out
             elif (rest := failures_of(out, requests or (), lost, self._partitions)) is not None:
                 ready += rest
             else:
@@ -105,7 +103,7 @@ class Answers:
         return ready
 
     def clear(self) -> None:
-        self._held.clear()
+        self.queue.clear()
         self.answers = self.size = self.majorities = 0
 
 

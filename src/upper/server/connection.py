@@ -42,7 +42,7 @@ from upper.server.listen import tune
 from upper.server.replication import PARKED, PartitionClosed, PartitionWaits
 from upper.server.responses import SHOWS_PARTITIONS, AskedBytes, packed, refusal
 from upper.server.room import SMALL
-from upper.server.settings import PlainClients, is_loopback
+from upper.server.settings import is_loopback
 from upper.server.stream_session import StreamSession
 from upper.server.table import TABLE, Command, Quiet, Reply, Result
 from upper.wire.codes import Opcode, Status
@@ -73,8 +73,6 @@ class Connection(AnsweringConnection):
         self.opened: float = node.now()
         self.requests = 0
         self.last_received = node.now()
-        # A plain memcached client until it names a partition or asks for the map: its keys go by their hash.
-        self.routed = node.settings.plain_clients is PlainClients.ROUTE
         self._running: asyncio.Future[Reply | list[Reply]] | None = None  # beside the loop, to cancel it
 
     # ── Callbacks of the event loop ───────────────────────────────────────────────────────────────
@@ -105,7 +103,7 @@ class Connection(AnsweringConnection):
         """The peer has sent everything. True: the connection stays open until its answers have left."""
         if self.stream_session is not None:
             self.stream_session.flush()
-        if (self._held or self.phase in BUSY) and self.may_half_close:
+        if (self._held.queue or self.phase in BUSY) and self.may_half_close:
             self.move(ConnectionCue.EOF)
         return self.phase in LAST
 
@@ -127,32 +125,65 @@ class Connection(AnsweringConnection):
     def data_received(self, data: bytes) -> None:
         self.last_received = self.node.clock_now
         self.bytes_in += len(data)
-        if self.phase in ENDED:
-            self.discard(data)
-            return
-        kept, full = self._input, self.unread >= SMALL and self.node.room.crowded
-        if kept or self.phase is not _READING or full:
-            kept.add(data)
-            if kept.size < kept.needed or self.phase is not _READING or full:
-                self._pause_if_full()
+        kept = self._input
+        if self.phase is not _READING or kept.size or self.unread >= SMALL:
+            if self.phase in ENDED:
+                self.discard(data)
                 return
-            data = kept.take()
+            full = self.unread >= SMALL and self.node.room.crowded
+            if kept.size or self.phase is not _READING or full:
+                kept.add(data)
+                if kept.size < kept.needed or self.phase is not _READING or full:
+                    self._pause_if_full()
+                    return
+                data = kept.take()
         self._work(data)
 
     # ── Requests ──────────────────────────────────────────────────────────────────────────────────
 
     def _work(self, data: bytes) -> None:
         """Answer every whole packet in `data`, and keep the rest."""
-        bucket, node = self.node.bucket, self.node
-        at, size, waits, asked = 0, len(data), False, 0
-        out = bytearray()
-        first, routed, clustered = 0, self.routed, node.replication is not None  # what `out` answers
-        end: int | None = None
+        node = self.node
+        replication, routed = node.replication, self._options.routed
+        if replication is not None and perf_counter() > node.serves_until:
+            replication.check_lease()
         self._wants_room = False
-        bucket.clock.move()
+        out = bytearray()
+        at, waits = self._run(data, 0, out)
+        if at < len(data):
+            self._work_on(data, at, out, waits, routed)
+            return
+        # In a cluster the requests are kept with their answers.
+        self._answer(out, waits, None if replication is None else (data, 0, at, routed))
+        if self.phase is not _READING:
+            self._close_if_answered()
+
+    def _run(self, data: bytes, at: int, out: bytearray) -> tuple[int, bool]:
+        """Let the kernel answer from `at` on: where it stopped, and whether the answers wait for the disk."""
+        node = self.node
+        bucket = node.bucket
+        if not self._runs or node.room.crowded:
+            return at, False
+        if self.stream_session is not None and at + 1 < len(data) and data[at + 1] in STREAM_OPCODES:
+            return at, False  # the kernel would leave it alone
+        start = at
+        at, waits, changed = kernel.run(
+            data, at, bucket.table, bucket.clock, bucket.pending, out, self._options
+        )
+        if changed:
+            self._changed += changed
+            if bucket.expiring:
+                bucket.watch_expirations()
+        return at, waits or (node.barrier > node.committed and at > start)
+
+    def _work_on(self, data: bytes, at: int, out: bytearray, waits: bool, routed: bool) -> None:
+        """The same from `at` on, where the kernel stopped: packet by packet. `out` answers what is before."""
+        node = self.node
+        clustered = node.replication is not None
+        size, asked = len(data), 0
+        first = 0  # what `out` answers, and `routed` held there
+        end: int | None = None
         now = perf_counter()
-        if now > node.serves_until and node.replication is not None:
-            node.replication.check_lease()
         until = now + (TURN / node.interrupted if node.interrupted else TURN)
         try:
             while at < size:
@@ -160,36 +191,6 @@ class Connection(AnsweringConnection):
                     self._interrupt()
                     break
                 crowded = node.room.crowded
-                streamed = at + 1 < size and data[at + 1] in STREAM_OPCODES  # which `run` leaves alone
-                if not crowded and not streamed and (self._reads or self._writes):
-                    start = at
-                    at, waiting, changed = kernel.run(
-                        data,
-                        at,
-                        bucket.table,
-                        bucket.clock,
-                        bucket.pending,
-                        out,
-                        limit=node.settings.limits.item,
-                        delete_cas=self.sent_hello,
-                        routed=self.routed,
-                        tokens=self._tokens,
-                        json=self._json,
-                        reads=self._reads,
-                        writes=self._writes,
-                        longest_lock=node.settings.limits.lock,
-                        expiring=bucket.expiring,
-                        counts=node.plain,
-                    )
-                    if bucket.expiring:
-                        bucket.watch_expirations()
-                    if at > start:
-                        began, now = now, perf_counter()
-                        node.timings.run.add(now - began)
-                        self._changed += changed
-                        waits |= waiting or node.barrier > node.committed
-                    if at == size:
-                        break
                 if len(out) >= (SMALL if crowded else ROOM) or self._changed >= ROOM:
                     self._answer(out, waits, (data, first, at, routed) if clustered else None)
                     out, waits, first, routed = bytearray(), False, at, self.routed
@@ -216,7 +217,7 @@ class Connection(AnsweringConnection):
                         self._answer(out, waits, (data, first, at, routed) if clustered else None)
                         out, waits = bytearray(), False
                     first = at
-                    if self._held and self._answers_in_order:
+                    if self._held.queue and self._answers_in_order:
                         self._input.needed = 0  # processed when the held answers have left
                         break
                     self._stream_packet(head, data[at:past])
@@ -233,6 +234,9 @@ class Connection(AnsweringConnection):
                     self.stream_session.flush()
                     if not self._may_go_on():
                         break
+                if at < size and now <= until:
+                    at, waiting = self._run(data, at, out)
+                    waits, now = waits or waiting, perf_counter()
         except UpperError as error:
             self._answer(out, waits, (data, first, at, routed) if clustered else None)
             self._broken(data, at, error)
@@ -307,7 +311,7 @@ class Connection(AnsweringConnection):
         """Run the handler of one key-value request; true when its answer must wait for the open batch."""
         self.requests += 1
         if head.vbucket or head.opcode in SHOWS_PARTITIONS:
-            self.routed = False
+            self.shows_partitions()
         row = TABLE.get(head.opcode)
         if row is None:
             unknown = UnknownOpcode(f"there is no command 0x{head.opcode:02x} here")
@@ -433,7 +437,7 @@ class Connection(AnsweringConnection):
 
     def _stream_packet(self, head: Header, packet: bytes) -> None:
         self.requests += 1
-        self.routed = False
+        self.shows_partitions()
         if self.stream_session is None:
             self.stream_session = StreamSession(self)
         self.stream_session.receive(head, packet)
@@ -459,7 +463,7 @@ class Connection(AnsweringConnection):
     def idle_since(self) -> float | None:
         """When this peer last sent something; None if it has open streams or unanswered requests."""
         streaming = self.stream_session is not None and self.stream_session.streaming
-        return None if self._held or streaming or self.phase in BUSY else self.last_received
+        return None if self._held.queue or streaming or self.phase in BUSY else self.last_received
 
     def proceed(self) -> None:
         """Process the kept bytes, and read again, if there is room."""

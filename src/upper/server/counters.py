@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from upper import kernel
+
 
 class Counters:
     """The counters of a node, incremented where something happens."""
@@ -22,31 +24,13 @@ class Counters:
         self.replica_acknowledgements = 0
 
 
-class Timing:
-    """How often something was done and how long it took: in all, and in powers of two of a microsecond."""
-
-    __slots__ = ("counts", "seconds")
-
-    def __init__(self) -> None:
-        self.counts = [0] * 64  # enough for any duration, so `add` needs no check
-        self.seconds = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[int(seconds * 1e6).bit_length()] += 1
-        self.seconds += seconds
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-
 class Timings:
     """The time of each command of the table, and of `run`: a stretch of plain requests answered in one go."""
 
     def __init__(self) -> None:
-        self.commands: dict[str, Timing] = defaultdict(Timing)
+        self.commands: dict[str, kernel.Timing] = defaultdict(kernel.Timing)
         self.run = self.commands["run"]
-        self.disk = Timing()  # of batches: writing one and syncing it
+        self.disk = kernel.Timing()  # of batches: writing one and syncing it
 
     def command(self, name: str, seconds: float) -> None:
         self.commands[name].add(seconds)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from upper import kernel
 from upper.server import stats, stream_stats
-from upper.server.counters import Timing
 from upper.server.http import HttpPage, HttpRequest
 from upper.server.stats import Kind
 from upper.server.stream_stats import Value
@@ -121,7 +120,7 @@ def _metric(name: str, kind: Kind, about: str, values: list[tuple[str, Value]]) 
         yield f"{name}{{{labels}}} {value}\n" if labels else f"{name} {value}\n"
 
 
-def _histogram(name: str, label: str, timing: Timing) -> Iterator[str]:
+def _histogram(name: str, label: str, timing: kernel.Timing) -> Iterator[str]:
     total, inside = 0, f"{label}," if label else ""
     for bucket, count in enumerate(timing.counts[:BUCKETS]):
         total += count

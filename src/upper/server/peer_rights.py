@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from upper import kernel
 from upper.server.auth import Role, Scram, User, Users
+from upper.server.settings import PlainClients
 from upper.server.transport import Transport
 from upper.wire.codes import Feature
 
@@ -33,8 +35,16 @@ class PeerRights(Transport):
         self.stream_session: StreamSession | None = None
         self.bytes_in = 0
         self._trusted = 0  # bytes received up to the end of the last login
-        # What the kernel may answer, and in which form.
-        self._reads = self._writes = self._tokens = self._json = False
+        self._options = kernel.RunOptions(
+            limit=node.settings.limits.item,
+            # A plain memcached client until it names a partition or asks for the map: keys go by their hash.
+            routed=node.settings.plain_clients is PlainClients.ROUTE,
+            longest_lock=node.settings.limits.lock,
+            expiring=node.bucket.expiring,
+            counts=node.plain,
+            timing=node.timings.run,
+        )
+        self._runs = False  # the kernel may answer
         self._choose_path()
 
     def login(self, user: User) -> None:
@@ -81,7 +91,20 @@ class PeerRights(Transport):
         limits = self.node.settings.limits
         return limits.body if self.known else limits.before_login
 
+    @property
+    def routed(self) -> bool:
+        """Whether the requests of this peer name no partition, so that keys go by their hash."""
+        return self._options.routed
+
+    def shows_partitions(self) -> None:
+        """From here on the requests of this peer name partitions."""
+        self._options.routed = False
+
     def _choose_path(self) -> None:
-        self._reads, self._writes = Role.READ in self.roles, Role.WRITE in self.roles
-        self._tokens = Feature.MUTATION_SEQNO in self.features
-        self._json = Feature.JSON in self.features
+        """What the kernel may answer, and in which form."""
+        options = self._options
+        options.reads, options.writes = Role.READ in self.roles, Role.WRITE in self.roles
+        options.delete_cas = self.sent_hello
+        options.tokens = Feature.MUTATION_SEQNO in self.features
+        options.json = Feature.JSON in self.features
+        self._runs = options.reads or options.writes

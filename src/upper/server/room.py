@@ -33,13 +33,14 @@ class Room:
         self._limits, self._bucket, self._counters = limits, bucket, counters
         self.unwritten = Unwritten()
         self.unread = 0  # bytes of answers that wait
+        self.crowded = limits.unread <= 0  # answers exceed their bound: only small ones are given
         self.paused: dict[AnsweringConnection, None] = {}  # in this order
         self._crowded_since: float | None = None
 
-    @property
-    def crowded(self) -> bool:
-        """Answers exceed their bound: only small ones are given."""
-        return self.unread >= self._limits.unread
+    def count(self, more: int) -> None:
+        """Add to the bytes of answers that wait."""
+        self.unread += more
+        self.crowded = self.unread >= self._limits.unread
 
     @property
     def very_crowded(self) -> bool:
@@ -65,7 +66,7 @@ class Room:
                 connection.proceed()
 
     def forget(self, connection: Connection) -> None:
-        self.unread -= connection.unread
+        self.count(-connection.unread)
         self.paused.pop(connection, None)
 
     def relieve(self, now: float, connections: Collection[Connection]) -> None:

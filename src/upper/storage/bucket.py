@@ -77,7 +77,7 @@ class BucketStore:
         ]
         self.table: list[PartitionStore | None] = [None] * identity.partitions
         self.pending = kernel.Log()
-        self.expiring: list[bytes] = []  # records of `kernel.run` that `watch_expirations` has not seen
+        self.expiring: list[bytes] = []  # records that `watch_expirations` has not seen; always this list
         self.facts_pending = False  # some of them are metadata that streams do not carry
         self.ticket = 1
         self.done = 0
@@ -428,10 +428,10 @@ class BucketStore:
 
     def watch_expirations(self) -> None:
         """Have the sweeper look at what `expiring` holds."""
-        expiring, self.expiring = self.expiring, []
-        for record in expiring:
+        for record in self.expiring:
             expiration = records.tail_of(record)[1]
             self.expiry.add(expiration, records.partition_of_record(record), records.key_of(record))
+        self.expiring.clear()
 
     def served(self, store: PartitionStore) -> None:
         """Keep `table` in step with a partition's state."""
