@@ -194,6 +194,21 @@ def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> Non
             assert compiled.reach(list(done[1][0])) == 0, "pairs in a list are those that were moved to"
 
 
+@given(st.lists(st.lists(changes(), max_size=6), max_size=5))
+def test_they_weigh_alike(held: list[list[bytes]]) -> None:
+    """The sizes of records, and the memory that each map says it takes."""
+    size: dict[Any, int] = {}
+    for twin in (plain, compiled):
+        tables = [twin.Table() for _ in held]
+        for table, records in zip(tables, held, strict=True):
+            for record in records:
+                table.items.put(record[:12] + bytes(4) + record[16:])
+        size[twin], memory = twin.weigh(tables)
+        assert size[twin] == sum(table.size for table in tables)
+        assert memory == sum(table.items.memory for table in tables)
+    assert size[plain] == size[compiled]
+
+
 @given(streams, spots, spots)
 def test_they_replay_alike(data: bytes, start: int, end: int) -> None:
     def replayed(twin: Any, begin: int, past: int, count: int) -> object:

@@ -174,19 +174,68 @@ def test_a_write_that_stops_half_way_is_reported(writer: Writer, tmp_path: Path)
     assert (tmp_path / "log").stat().st_size == 1000
 
 
-def test_one_batch_at_a_time(writer: Writer, tmp_path: Path) -> None:
+def test_one_batch_waits_behind_the_one_that_is_written(writer: Writer, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="nothing to finish"):
         writer.finish()
     with opened(tmp_path / "log") as fd:
         writer.begin(fd, open_frame(1, 0), log())
-        with pytest.raises(RuntimeError, match="at work"):
-            writer.begin(fd, open_frame(2, 0), log())
+        writer.begin(fd, open_frame(2, 0), log(RECORD))
+        with pytest.raises(RuntimeError, match="one behind it"):
+            writer.begin(fd, open_frame(3, 0), log())
+        writer.finish()
+        writer.begin(fd, open_frame(3, 0), log())
+        writer.finish()
         writer.finish()
         with pytest.raises(ValueError, match="32 bytes"):
             writer.begin(fd, b"short", log())
         with pytest.raises(TypeError, match="Log"):
             writer.begin(fd, open_frame(2, 0), [RECORD])  # type: ignore[arg-type]
-    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"")
+    assert (tmp_path / "log").read_bytes() == frame(1, 0, b"") + frame(2, 0, RECORD) + frame(3, 0, b"")
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_batches_are_written_and_ring_in_order_however_they_are_queued(
+    tmp_path_factory: pytest.TempPathFactory, queued: list[bool]
+) -> None:
+    path = tmp_path_factory.mktemp("writer") / "log"
+    writer: Writer = compiled.writer()
+    waiting = 0
+    with opened(path) as fd:
+        for number, stays in enumerate(queued):
+            writer.begin(fd, open_frame(number, 0), log(*[RECORD] * (number % 5)))
+            waiting += 1
+            while waiting > (1 if stays else 0):
+                assert rings(writer, 30)
+                writer.finish()
+                waiting -= 1
+                finished = number + 1 - waiting
+                written = b"".join(frame(one, 0, RECORD * (one % 5)) for one in range(finished))
+                assert path.read_bytes().startswith(written)
+        if waiting:
+            writer.finish()
+        assert not rings(writer)
+    writer.close()
+    assert path.read_bytes() == b"".join(frame(n, 0, RECORD * (n % 5)) for n in range(len(queued)))
+
+
+def test_a_batch_behind_one_that_failed_fails_with_it_and_is_not_written(
+    writer: Writer, tmp_path: Path
+) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    with opened(tmp_path / "log") as fd:
+        for waits in (False, True) * 200:
+            writer.begin(full, open_frame(1, 0), log(RECORD))
+            writer.begin(fd, open_frame(2, 0), log(RECORD))
+            assert not waits or rings(writer, 30)
+            for _ in range(2):
+                with pytest.raises(OSError, match="No space left"):
+                    writer.finish()
+            assert not rings(writer)
+        assert not (tmp_path / "log").stat().st_size
+        writer.begin(fd, open_frame(3, 0), log(RECORD))
+        writer.finish()
+    os.close(full)
+    assert (tmp_path / "log").read_bytes() == frame(3, 0, RECORD)
 
 
 def test_a_log_that_is_being_written_takes_no_records(writer: Writer, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ FUNCTIONS = (
     "run",
     "scan",
     "touched",
+    "weigh",
     "writer",
 )
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.storage.conftest import Open
 from upper.errors import NotWritable
-from upper.storage import BucketStore, Commit, Durability, StorageSettings
+from upper.storage import BucketStore, Commit, Disk, Durability, StorageSettings
 from upper.storage.check import check
 from upper.storage.release import WORTH_A_BATCH
 
@@ -29,6 +29,11 @@ def files_no_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def compiled_kernel() -> bool:
+    """Whether the bucket's writer has a thread of the kernel, which takes two batches."""
+    return Disk().writer() is not None
 
 
 def write(bucket: BucketStore, *numbers: int) -> None:
@@ -144,6 +149,68 @@ def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_wa
     again = opened()
     assert again.partitions[1].read(b"k1") is not None
     assert again.partitions[1].read(b"k5") is None
+
+
+def test_a_batch_that_is_nearly_as_large_waits_behind_the_one_that_is_written(opened: Open) -> None:
+    bucket = opened(QUIET)
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        write(bucket, 1)
+        await bucket.saved()
+        first = bucket.ticket
+        write(bucket, *range(2 * WORTH_A_BATCH))
+        bucket.start_large_batch()
+        write(bucket, *range(WORTH_A_BATCH))
+        bucket.start_large_batch()
+        assert bucket.ticket == first + 1, "half as large is too small"
+        write(bucket, *range(WORTH_A_BATCH))
+        bucket.start_large_batch()
+        queues = compiled_kernel()
+        assert bucket.ticket == first + (2 if queues else 1)
+        write(bucket, *range(2 * WORTH_A_BATCH))
+        bucket.start_large_batch()
+        assert bucket.ticket == first + (2 if queues else 1), "only one waits"
+        await bucket.saved()
+        assert bucket.done == bucket.ticket - 1
+        bucket.close()
+
+    asyncio.run(fill())
+    assert not list(check(bucket.directory))
+
+
+def test_a_full_disk_takes_the_batch_along_that_waits_behind_the_failed_one(opened: Open) -> None:
+    bucket = opened(QUIET)
+    seen: list[Commit] = []
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        bucket.subscribe(seen.append)
+        write(bucket, *range(100, 100 + WORTH_A_BATCH))
+        await bucket.saved()
+        kept = [list(store.items.items()) for store in bucket.partitions]
+        good = bucket.done
+        with files_no_larger_than(bucket.journal.segments[-1].size + 40):
+            for turn in range(3):  # written, queued, open
+                write(bucket, *range(turn, turn + WORTH_A_BATCH))
+                bucket.start_large_batch()
+            lost = [bucket.saved(ticket) for ticket in range(good + 1, bucket.ticket + 1)]
+            for one in lost:
+                with pytest.raises(NotWritable, match="File too large"):
+                    await one
+        assert [list(store.items.items()) for store in bucket.partitions] == kept
+        failed = seen[-len(lost) :]
+        assert [commit.ticket for commit in failed] == list(range(good + 1, good + 1 + len(lost)))
+        assert all(commit.error is bucket.failed for commit in failed)
+        assert len(lost) == (3 if compiled_kernel() else 2)
+        assert bucket.done == good
+        bucket.close()
+
+    asyncio.run(fill())
+    assert not list(check(bucket.directory))
+    again = opened()
+    assert again.partitions[1].read(b"k101") is not None
+    assert again.partitions[1].read(b"k1") is None
 
 
 def test_waiting_for_a_batch_that_is_being_written_returns_it(opened: Open) -> None:

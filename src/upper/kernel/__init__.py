@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         stores,
         to_arrow,
         touched,
+        weigh,
         writer,
         written,
         wrote,
@@ -85,6 +86,7 @@ __all__ = [
     "retarget",
     # what goes to a file, and what comes from one
     "touched",
+    "weigh",
     "reach",
     "replay",
     "crc32",

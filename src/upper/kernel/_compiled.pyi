@@ -33,6 +33,7 @@ from upper.kernel.plain import scan as scan
 from upper.kernel.plain import stores as stores
 from upper.kernel.plain import to_arrow as to_arrow
 from upper.kernel.plain import touched as touched
+from upper.kernel.plain import weigh as weigh
 from upper.kernel.plain import written as written
 from upper.kernel.plain import wrote as wrote
 from upper.kernel.writing import Writer

@@ -51,6 +51,7 @@ enum {
     UNIT = 64 << 10,         /* bytes: regions have a power of two of them */
     ARENA = 2 << 20,         /* bytes of an arena, which are a large page of x86-64 and ARM */
     ARENAS_TRIED = 16,       /* that are searched for room for a region before a new one is made */
+    AHEAD = 1024,            /* bytes of a block that are prefetched while it is cleaned */
     WORTH_CLEANING = 1024, /* dead bytes below which a map is not cleaned */
     DEAD_SHARE = 5         /* one part in this many of the live bytes may be dead */
 };
@@ -741,7 +742,9 @@ static int map_clean_block(upper_map *m, uint32_t place, int apart) {
         map_insert_block(m, place++, made);
         if (to == NULL) to = made;
     }
-    for (uint32_t at = 0, length; at < b->used; at += length) {
+    /* Nothing else has read the block lately, and a walk finds each cell by the one before: the rest is prefetched meanwhile. */
+    for (uint32_t at = 0, ahead = 0, length; left && at < b->used; at += length) {
+        for (; ahead < at + AHEAD && ahead < b->used; ahead += 64) fetch_soon(b->cells + ahead);
         const uint8_t *c = b->cells + at;
         length = cell_length(c);
         if (cell_died(c)) continue;

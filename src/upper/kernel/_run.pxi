@@ -602,6 +602,16 @@ def run(
     return at, waits or turn.made > 0, turn.made
 
 
+def weigh(list tables not None):
+    cdef uint64_t size = 0, memory = 0
+    cdef RecordMap items
+    for table in tables:
+        items = (<Table?> table).items
+        size += items.map.size
+        memory += map_memory(&items.map)
+    return size, memory
+
+
 cdef class Reached:
     """What `touched` returns: pairs of a table and its seqno, without an object for each pair."""
     cdef list tables

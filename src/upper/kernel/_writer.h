@@ -3,7 +3,10 @@
  * A Python thread needs the interpreter's lock before its first system call and after its last, and may wait for it longer
  * than for the disk. This thread never needs it. It fills in the checksum of the frame, writes and syncs; then it writes a
  * byte to a pipe that the loop watches. The frame is the log of the batch, or, where that refers to large records, a copy
- * that contains them. The caller keeps the log, unchanged, until it is written. */
+ * that contains them. The caller keeps the log, unchanged, until it is written.
+ *
+ * A second batch may be queued while the first is written. The thread begins it when the first is on disk, without waiting for
+ * the loop. If the first fails, the second one fails too, and is not written. */
 #include <errno.h>
 #include <poll.h>
 #include <pthread.h>
@@ -13,19 +16,26 @@
 #include <unistd.h>
 #include "_crc.h"
 
-enum { UPPER_IDLE, UPPER_WORKING, UPPER_DONE, UPPER_LEAVING };
+enum { UPPER_QUEUE = 2 }; /* batches that it may have */
 
 typedef struct {
-    pthread_t thread;
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int state, fd, bell, error;
+    int fd, error;
     uint8_t *frame; /* space for its head, then cells of _map.h */
     size_t used;    /* bytes of it */
     uint8_t head[32];
     size_t size; /* of the frame with every record in its place */
     size_t zeros; /* bytes of them to be written behind it */
     size_t at;    /* offset of the frame in its file */
+} upper_batch;
+
+typedef struct {
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    int bell, leaving;
+    int error; /* of the last batch, and so of those that were queued behind it */
+    upper_batch batches[UPPER_QUEUE]; /* batch n is at n % UPPER_QUEUE */
+    uint64_t begun, written, finished; /* how many were queued, written by the thread and taken back by the loop */
     uint8_t *buffer;
     size_t room; /* in the buffer */
 } upper_writer;
@@ -55,56 +65,63 @@ static uint32_t upper_zero_sectors(const uint8_t *frame, size_t size, size_t fil
 }
 
 /* Copy the frame and its large records into the buffer. */
-static int upper_gather(upper_writer *w) {
-    if (w->room < w->size || w->room > w->size + (64u << 20)) {
-        size_t room = w->size + w->size / 2;
+static int upper_gather(upper_writer *w, const upper_batch *b) {
+    if (w->room < b->size || w->room > b->size + (64u << 20)) {
+        size_t room = b->size + b->size / 2;
         uint8_t *larger = realloc(w->buffer, room);
         if (larger == NULL) return ENOMEM;
         w->buffer = larger;
         w->room = room;
     }
-    uint8_t *to = w->buffer + sizeof w->head;
-    for (size_t at = sizeof w->head; at < w->used; at += cell_length(w->frame + at)) {
-        size_t size = cell_record_length(w->frame + at);
-        memcpy(to, cell_record(w->frame + at), size);
+    uint8_t *to = w->buffer + sizeof b->head;
+    for (size_t at = sizeof b->head; at < b->used; at += cell_length(b->frame + at)) {
+        size_t size = cell_record_length(b->frame + at);
+        memcpy(to, cell_record(b->frame + at), size);
         to += size;
     }
     return 0;
 }
 
-static int upper_write_batch(upper_writer *w) {
-    uint8_t *frame = w->frame;
-    if (w->used != w->size) {
-        int error = upper_gather(w);
+static int upper_write_batch(upper_writer *w, const upper_batch *b) {
+    uint8_t *frame = b->frame;
+    if (b->used != b->size) {
+        int error = upper_gather(w, b);
         if (error) return error;
         frame = w->buffer;
     }
-    memcpy(frame, w->head, sizeof w->head);
-    put16(frame + 8, upper_zero_sectors(frame, w->size, w->at)); /* the highest bytes of its number */
-    put32(frame + 4, crc_of(frame + 8, w->size - 8));
-    for (size_t done = 0; done < w->size;) {
-        ssize_t n = write(w->fd, frame + done, w->size - done);
+    memcpy(frame, b->head, sizeof b->head);
+    put16(frame + 8, upper_zero_sectors(frame, b->size, b->at)); /* the highest bytes of its number */
+    put32(frame + 4, crc_of(frame + 8, b->size - 8));
+    for (size_t done = 0; done < b->size;) {
+        ssize_t n = write(b->fd, frame + done, b->size - done);
         if (n < 0 && errno != EINTR) return errno;
         if (n > 0) done += (size_t)n;
     }
-    if (w->zeros) upper_write_zeros(w->fd, w->zeros);
-    while (fdatasync(w->fd))
+    if (b->zeros) upper_write_zeros(b->fd, b->zeros);
+    while (fdatasync(b->fd))
         if (errno != EINTR) return errno;
     return 0;
 }
 
+static upper_batch *upper_batch_at(upper_writer *w, uint64_t number) { return w->batches + number % UPPER_QUEUE; }
+
 static void *upper_writer_main(void *me) {
     upper_writer *w = me;
     pthread_mutex_lock(&w->lock);
-    while (w->state != UPPER_LEAVING) {
-        if (w->state != UPPER_WORKING) {
+    while (!w->leaving) {
+        if (w->written == w->begun) {
             pthread_cond_wait(&w->changed, &w->lock);
             continue;
         }
-        pthread_mutex_unlock(&w->lock);
-        w->error = upper_write_batch(w);
-        pthread_mutex_lock(&w->lock);
-        w->state = UPPER_DONE;
+        upper_batch *b = upper_batch_at(w, w->written);
+        if (w->error == 0) {
+            pthread_mutex_unlock(&w->lock);
+            int error = upper_write_batch(w, b);
+            pthread_mutex_lock(&w->lock);
+            w->error = error;
+        }
+        b->error = w->error;
+        w->written++;
         pthread_cond_broadcast(&w->changed);
         pthread_mutex_unlock(&w->lock); /* before it rings: the loop wakes up and takes the lock */
         while (write(w->bell, "!", 1) < 0 && errno == EINTR) {}
@@ -126,20 +143,34 @@ static int upper_writer_start(upper_writer *w) {
     return error;
 }
 
-static void upper_writer_begin(upper_writer *w) {
-    pthread_mutex_lock(&w->lock);
-    w->state = UPPER_WORKING;
-    pthread_mutex_unlock(&w->lock);
-    pthread_cond_broadcast(&w->changed); /* the thread wakes up and takes the lock */
+/* Where the next batch is to be described; NULL if the queue is full. */
+static upper_batch *upper_writer_next(upper_writer *w) {
+    return w->begun - w->finished < UPPER_QUEUE ? upper_batch_at(w, w->begun) : NULL;
 }
 
-/* Whether it is done with the batch that it has; if so, it takes the next one. */
+static void upper_writer_begin(upper_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    if (w->begun == w->finished) w->error = 0;
+    int waits = w->written == w->begun++;
+    pthread_mutex_unlock(&w->lock);
+    if (waits) pthread_cond_broadcast(&w->changed); /* the thread wakes up and takes the lock */
+}
+
+/* Whether the oldest batch is written. */
 static int upper_writer_done(upper_writer *w) {
     pthread_mutex_lock(&w->lock);
-    int done = w->state != UPPER_WORKING;
-    if (done) w->state = UPPER_IDLE;
+    int done = w->written > w->finished;
     pthread_mutex_unlock(&w->lock);
     return done;
+}
+
+/* Take back the oldest batch, which is written; returns its error. */
+static int upper_writer_take_back(upper_writer *w) {
+    pthread_mutex_lock(&w->lock);
+    int error = upper_batch_at(w, w->finished)->error;
+    w->finished++;
+    pthread_mutex_unlock(&w->lock);
+    return error;
 }
 
 /* Take its byte from the pipe. It is there if the loop was woken by it; the thread rings as soon as it is done. */
@@ -149,18 +180,17 @@ static void upper_writer_take_byte(int bell) {
     while (read(bell, &rung, 1) < 0 && (errno == EINTR || errno == EAGAIN)) poll(&ready, 1, -1);
 }
 
-/* Wait for the present batch, if there is one. */
+/* Wait for the oldest batch, if there is one. */
 static void upper_writer_wait(upper_writer *w) {
     pthread_mutex_lock(&w->lock);
-    while (w->state == UPPER_WORKING) pthread_cond_wait(&w->changed, &w->lock);
-    w->state = UPPER_IDLE;
+    while (w->begun > w->finished && w->written == w->finished) pthread_cond_wait(&w->changed, &w->lock);
     pthread_mutex_unlock(&w->lock);
 }
 
 static void upper_writer_leave(upper_writer *w) {
-    upper_writer_wait(w);
     pthread_mutex_lock(&w->lock);
-    w->state = UPPER_LEAVING;
+    while (w->written < w->begun) pthread_cond_wait(&w->changed, &w->lock);
+    w->leaving = 1;
     pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->lock);
     pthread_join(w->thread, NULL);

@@ -1,27 +1,32 @@
 # The thread of `_writer.h`, for Python; part of _compiled.pyx.
 
 cdef extern from "_writer.h":
-    ctypedef struct upper_writer:
-        int fd, bell, error
+    ctypedef struct upper_batch:
+        int fd
         uint8_t *frame
         size_t used, size, zeros, at
         uint8_t head[32]
+    ctypedef struct upper_writer:
+        int bell
     int upper_writer_start(upper_writer *w)
+    upper_batch *upper_writer_next(upper_writer *w)
     void upper_writer_begin(upper_writer *w)
     int upper_writer_done(upper_writer *w)
+    int upper_writer_take_back(upper_writer *w)
     void upper_writer_take_byte(int bell)
     void upper_writer_wait(upper_writer *w) nogil
     void upper_writer_leave(upper_writer *w) nogil
 
 
 cdef class Writer:
-    """Writes one batch at a time; `fileno()` becomes readable when it is on disk or has failed."""
+    """Writes one batch at a time, and has a second one queued; `fileno()` becomes readable when one is on disk or has failed."""
     cdef upper_writer writer
     cdef bint runs
     cdef int bell
-    cdef Log records  # of the batch that it has, else None
+    cdef list logs  # of the batches that it has, in order
 
     def __cinit__(self):
+        self.logs = []
         self.bell, self.writer.bell = os.pipe()
         os.set_blocking(self.bell, False)
         error = upper_writer_start(&self.writer)
@@ -43,42 +48,44 @@ cdef class Writer:
         are filled in; `at` is the offset of the frame in the file.
 
         `zeros` bytes of zero are written behind it, if there is room; the position of `fd` is before them."""
+        cdef upper_batch *batch = upper_writer_next(&self.writer)
         if not self.runs:
             raise RuntimeError("the writer is closed")
-        if self.records is not None:
-            raise RuntimeError("the writer is at work")
+        if batch == NULL:
+            raise RuntimeError("the writer has a batch and one behind it")
         if PyBytes_GET_SIZE(head) != 32:
             raise ValueError("a frame's head has 32 bytes")
         records.reserve(0)
         records.sealed = True
-        self.records = records
-        memcpy(self.writer.head, chars(head), FRAME_HEAD)
-        put64(self.writer.head + 16, records.bytes)
-        self.writer.fd = fd
-        self.writer.frame, self.writer.used = records.data, records.used
-        self.writer.size = FRAME_HEAD + records.bytes
-        self.writer.zeros, self.writer.at = zeros, at
+        self.logs.append(records)
+        memcpy(batch.head, chars(head), FRAME_HEAD)
+        put64(batch.head + 16, records.bytes)
+        batch.fd = fd
+        batch.frame, batch.used = records.data, records.used
+        batch.size = FRAME_HEAD + records.bytes
+        batch.zeros, batch.at = zeros, at
         upper_writer_begin(&self.writer)
         return FRAME_HEAD + records.bytes
 
     def finish(self):
-        """Wait for the batch. Raises OSError if it is not on disk.
+        """Wait for the first batch. Raises OSError if it is not on disk.
 
         The loop calls this when the thread has rung, and keeps the interpreter's lock: otherwise a thread that computes
         (a compaction) takes it and delays the loop by up to five milliseconds."""
-        if self.records is None:
+        if not self.logs:
             raise RuntimeError("the writer has nothing to finish")
         if not upper_writer_done(&self.writer):
             with nogil:
                 upper_writer_wait(&self.writer)
-        self.records = None
+        error = upper_writer_take_back(&self.writer)
+        del self.logs[0]
         if self.runs:
             upper_writer_take_byte(self.bell)
-        if self.writer.error:
-            raise OSError(self.writer.error, os.strerror(self.writer.error))
+        if error:
+            raise OSError(error, os.strerror(error))
 
     def close(self):
-        """End the thread, after the batch that it is writing."""
+        """End the thread, after the batches that it has."""
         if self.runs:
             self.runs = False
             with nogil:

@@ -343,6 +343,11 @@ def run(
 # ── Batches ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def weigh(tables: Sequence[Table]) -> tuple[int, int]:
+    """Bytes of all records of these partitions, and bytes of memory that their items take."""
+    return sum(table.items.size for table in tables), sum(table.items.memory for table in tables)
+
+
 def touched(records: Log, tables: Sequence[Table], batch: int) -> Collection[tuple[Table, int]]:
     """The partitions that these records belong to, each once, with the seqno that it has reached.
 

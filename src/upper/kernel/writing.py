@@ -8,7 +8,10 @@ from upper.kernel.plain_log import Log
 
 
 class Writer(Protocol):
-    """Writes one batch at a time, in a thread that never needs the interpreter."""
+    """Writes one batch at a time, in a thread that never needs the interpreter.
+
+    A second one may wait behind it. If a batch fails, that one fails with the same error, and is not written.
+    """
 
     def begin(self, fd: int, head: bytes, records: Log, zeros: int = 0, *, at: int = 0) -> int:
         """Write a frame to a file, and sync it. Returns how many bytes that will be.
@@ -23,13 +26,13 @@ class Writer(Protocol):
         ...
 
     def fileno(self) -> int:
-        """Readable when the batch is on disk or has failed, until `finish`."""
+        """Readable when the first batch is on disk or has failed, until `finish`."""
         ...
 
     def finish(self) -> None:
-        """Wait for the batch. An OSError has the reason why it is not on disk."""
+        """Wait for the first batch. An OSError has the reason why it is not on disk."""
         ...
 
     def close(self) -> None:
-        """End the thread after its present batch."""
+        """End the thread after the batches that it has."""
         ...

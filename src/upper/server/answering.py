@@ -111,6 +111,11 @@ class AnsweringConnection(PeerRights):
         """Changes of this partition in batch `first` and later ones, made so far, will not be confirmed."""
         self._held.fail(partition, first, why)
 
+    def waits_past(self, done: int) -> bool:
+        """Whether the end of this batch changes nothing: all answers that are held depend on later ones."""
+        held = self._held.queue
+        return bool(held) and held[0][0] > done and self.phase is ConnectionPhase.READING
+
     def release(self, done: int, failed: BaseException | None) -> bool:
         """Write the answers that a commit confirms; false if no further ones are held."""
         ready = self._held.release(done, self.node.now, failed=failed is not None)

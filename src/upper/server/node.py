@@ -286,7 +286,8 @@ class Node:
         self.committed = commit.ticket
         waiting, self.waiting = self.waiting, {}
         for number, connection in waiting.items():
-            if connection.release(commit.ticket, commit.error):
+            waits = commit.error is None and connection.waits_past(commit.ticket)
+            if waits or connection.release(commit.ticket, commit.error):
                 self.waiting[number] = connection
         if commit.error is None:
             self._count_unwritten(min(self.bucket.done, commit.ticket))

@@ -28,19 +28,17 @@ from typing import Self
 from upper import kernel
 from upper.errors import NotWritable, StorageError, UpperError
 from upper.model.values import ZERO, FailoverLog, Partition, State, Version
-from upper.record.layout import AT_OPCODE
-from upper.record.location import MAX_OFFSET, location
 from upper.storage import metadata, opening, records
 from upper.storage.changes import ReadAhead
 from upper.storage.clock import HybridClock
 from upper.storage.compactor import Compactor
 from upper.storage.disk import Disk
 from upper.storage.expiry import Expiry
-from upper.storage.files import File, Files
+from upper.storage.files import Files
 from upper.storage.journal import Journal
-from upper.storage.partition import FAST_SEQNOS, PartitionStore
+from upper.storage.partition import FAST_SEQNOS, PartitionStore, evict
 from upper.storage.recovery import WriteRecovery
-from upper.storage.release import WORTH_A_BATCH, Commit, Listener, ReleaseQueue
+from upper.storage.release import RETURNING, WORTH_A_BATCH, Commit, Listener, ReleaseQueue
 from upper.storage.rollback import Rollbacks
 from upper.storage.settings import MIB, Durability, StorageSettings
 from upper.storage.writer import BatchOutcome, JournalBatch, JournalWriter, write
@@ -91,14 +89,12 @@ class BucketStore:
         self._lock = lock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scheduled = False
-        self._half = 0  # as many records as were in half of the last batch
+        self._last = 0  # records of the last batch
         self._urgent = False  # something of the open batch must not wait for replicas
         # The seqno up to which the consumers of a partition have seen its deletions; a node replaces it.
         self.seen: Callable[[int], int] = lambda partition: 2**63
-        self.writing_since = 0.0  # when the batch that is being written was handed over, as perf_counter
-        self.on_written: Callable[[int], None] = lambda batch: (
-            None
-        )  # called when a batch is on disk, or failed
+        self.writing_since = 0.0  # when the batch that is being written began, as perf_counter
+        self.on_written: Callable[[int], None] = lambda batch: None  # when it is on disk, or failed
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._writer: JournalWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -240,14 +236,20 @@ class BucketStore:
         """Begin half of a large batch at once, or schedule a batch. Memory has to agree with `pending` here.
 
         Otherwise all clients would share one batch, get their responses together and send again together, so
-        that disk and event loop would wait for each other.
+        that disk and event loop would wait for each other. One that is nearly as large as the batch being
+        written is queued behind it; smaller ones would cost more syncs.
         """
-        half_a_batch = len(self.pending) >= max(self._half, WORTH_A_BATCH)
         waited_for = self._loop is not None and self.settings.durability is Durability.DISK
-        if half_a_batch and waited_for and not self._is_writing and not self._grows():
-            self._hand_over()
+        if waited_for and self._is_large and not self._grows():
+            self._hand_over(behind=True)
         else:
             self.schedule_batch()
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether the open batch is half as large as the last one; while that is written: nearly so."""
+        least = RETURNING * self._last if self._is_writing else self._last // 2
+        return len(self.pending) >= max(least, WORTH_A_BATCH)
 
     def saved(self, ticket: int | None = None) -> asyncio.Future[None]:
         """Resolves when that batch (by default: the open one) is on disk, or raises its error."""
@@ -282,23 +284,33 @@ class BucketStore:
             raise self.failed
 
     @property
+    def _segment_size(self) -> int:
+        return min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
+
+    @property
     def _is_writing(self) -> bool:
         return self._writer is not None and self._writer.busy
 
-    def _hand_over(self, *, now: bool = False) -> None:
-        self._scheduled = False
-        if self._is_writing or not self.pending or self.failed is not None:
+    def _hand_over(self, *, now: bool = False, behind: bool = False) -> None:
+        """Hand the open batch to the writer; `behind`: also while it writes another, if it takes this one."""
+        if not behind:
+            self._scheduled = False
+        if not self.pending or self.failed is not None:
+            return
+        if self._is_writing and not (behind and self._writer_takes_another):
             return
         if self.compactor.stalls and not now:
             return  # the compactor calls `schedule_batch` when space is free
         handed, self.pending = self.pending, kernel.Log()
-        self._half = len(handed) // 2
+        self._last = len(handed)
         reached = kernel.touched(handed, self.partitions, self.ticket)
-        segment_size = min(self.settings.segment_size, max(self.settings.disk_floor, self.live) // 16)
-        batch = JournalBatch(self.ticket, self.clock.last, handed, reached, segment_size, self.facts_pending)
+        batch = JournalBatch(
+            self.ticket, self.clock.last, handed, reached, self._segment_size, self.facts_pending
+        )
         self.facts_pending = self._urgent = False
         self.ticket += 1
-        self.writing_since = time.perf_counter()
+        if not self._is_writing:
+            self.writing_since = time.perf_counter()
         if self._writer is not None and not self.closed:
             self._writer.start(batch)
         # Memory is now the state after this batch, so a compaction can begin.
@@ -310,6 +322,10 @@ class BucketStore:
             self._resolve()
         if not self._is_writing:
             self._finish_batch(write(self.journal, batch))
+
+    @property
+    def _writer_takes_another(self) -> bool:
+        return self._writer is not None and self._writer.takes(self._segment_size)
 
     def in_loop(self, step: Callable[..., None], *facts: object) -> None:
         """Call `step` in the loop's thread, unless the loop has ended."""
@@ -326,8 +342,9 @@ class BucketStore:
         """Acknowledge or discard a batch that was written."""
         batch = outcome.batch
         self.on_written(batch.ticket)
+        self.writing_since = time.perf_counter()  # of the next one, if it is queued
         if outcome.error is not None:
-            self._fail(batch, outcome.error)
+            self._fail([batch, *outcome.behind], outcome.error)
             return
         self.done = batch.ticket
         self.acknowledged = max(self.acknowledged, self.done)
@@ -335,15 +352,16 @@ class BucketStore:
         if on_disk:
             self.releases.note(batch.reached)
         self._unmeasured += outcome.size
-        if self.settings.memory_quota is not None and outcome.file is not None:
-            self._move_out(batch, outcome.file, outcome.offset)
+        quota = self.settings.memory_quota
+        if quota is not None and outcome.file is not None and self.held + self._unmeasured > quota:
+            self._unmeasured -= evict(self.partitions, batch.records, outcome.file, outcome.offset)
         if self._unmeasured > max(MIB // 4, self.live // 16):
             self.measure()
         self.compactor.written(outcome.size)
         self.rollbacks.written()
-        worth_it = len(self.pending) >= WORTH_A_BATCH and not self._grows(len(batch.records))
-        if worth_it and self._loop is not None and not self.closed:
-            self._hand_over()  # before subscribers get this batch, so that the disk is not idle
+        worth_it = self._is_large if self._is_writing else len(self.pending) >= WORTH_A_BATCH
+        if worth_it and self._loop is not None and not self.closed and not self._grows(len(batch.records)):
+            self._hand_over(behind=True)  # before subscribers get this batch, so that the disk is not idle
         if on_disk:
             self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
         self._resolve()
@@ -368,7 +386,7 @@ class BucketStore:
         if self.failed is not None:
             raise self.failed
 
-    def _fail(self, batch: JournalBatch, error: OSError) -> None:
+    def _fail(self, batches: list[JournalBatch], error: OSError) -> None:
         rest, self.pending = self.pending, kernel.Log()
         self.only_read(error)
         self.compactor.cancel()
@@ -380,9 +398,10 @@ class BucketStore:
                 self.releases.note(reached)
                 self.releases.publish(Commit(self.ticket, rest.changes()), reached)
         else:
-            touched = batch.records.partitions() | rest.partitions()
+            touched = rest.partitions().union(*(batch.records.partitions() for batch in batches))
             self.recovery.read_again([self.partitions[number] for number in sorted(touched)])
-            self.releases.publish(Commit(batch.ticket, batch.streamed, self.failed), [])
+            for batch in batches:
+                self.releases.publish(Commit(batch.ticket, batch.streamed, self.failed), [])
             if rest:
                 self.releases.publish(Commit(self.ticket, rest.changes(), self.failed), [])
         self.ticket += bool(rest)
@@ -464,8 +483,7 @@ class BucketStore:
     def measure(self) -> None:
         """Compute the size of the partitions, in memory and in total."""
         self._unmeasured = 0
-        self.live = sum(store.size for store in self.partitions)
-        self.held = sum(store.held for store in self.partitions)
+        self.live, self.held = kernel.weigh(self.partitions)
         self.compactor.measure()
 
     def _tick(self) -> None:
@@ -478,21 +496,3 @@ class BucketStore:
         self.compactor.tick()
         pause = self.settings.sweep_every if swept < 1000 else 0.01
         self._timer = self._loop.call_later(pause, self._tick)
-
-    def _move_out(self, batch: JournalBatch, file: File, offset: int) -> None:
-        """Past the quota, evict the values that were just written."""
-        assert self.settings.memory_quota is not None
-        over = self.held + self._unmeasured - self.settings.memory_quota
-        if over <= 0:
-            return
-        at = offset
-        for record in batch.records:
-            size = len(record)
-            if record[AT_OPCODE] == records.MUTATION and at <= MAX_OFFSET:
-                store = self.partitions[records.partition_of_record(record)]
-                seqno = records.seqno_of(record)
-                place = location(seqno, file.slot, at, size)
-                # A partition that is being compacted keeps its entries: the job compares them later.
-                if not store.compacting and store.items.move_out(records.key_of(record), seqno, place):
-                    self._unmeasured -= size
-            at += size

@@ -33,6 +33,7 @@ PACK_PARTITIONS = 256
 # Shares of the limit of the directory:
 BEGIN = 0.64  # past it, obsolete data is rewritten
 FIRST = 0.81  # past it, data that is only in the journal is written to files
+LOOK_SHARE = 1 / 256  # and after as many journaled bytes, see whether either holds
 LOOK = 200_000  # entries that are searched for old deletions at a time
 RETRY = 5.0  # seconds after which a failed compaction is retried
 
@@ -48,6 +49,7 @@ class Compactor:
         self._closed = False
         self._full = False
         self._next_at = 0  # bytes that were journaled when the next partitions are due
+        self._look_at = 0  # and when to look whether they are
         self._retry_at = 0.0
         self._files = 0  # bytes of all partition files
         self.rewritten = 0  # bytes, since the bucket was opened
@@ -96,11 +98,12 @@ class Compactor:
         for pack in self._packs:
             if pack.batch <= self._bucket.done:
                 pack.committed.set()
-        if size:
+        if size and self._bucket.journal.written >= self._look_at:
             self._continue()
 
     def _continue(self) -> None:
         """The next partitions, if they are due by now."""
+        self._look_at = self._bucket.journal.written + int(self._limit * LOOK_SHARE)
         if self._measure() and self._bucket.journal.written >= self._next_at:
             self._consider()
 

@@ -66,7 +66,8 @@ class Journal:
     segments: list[Segment] = field(default_factory=list)
     written: int = 0  # bytes of all batches since it was opened
     _fd: int = -1
-    _under_way: int = 0  # bytes of the batch that a thread is writing
+    _under_way: list[int] = field(default_factory=list)  # bytes of the batches that a thread is writing
+    _usual: int = 0  # bytes of the last of them
     _prepared: int = 0  # bytes that the last segment has on disk, with the zeros, or that it was to have
 
     @property
@@ -95,21 +96,27 @@ class Journal:
 
     def is_full(self, segment_size: int) -> bool:
         """Whether the next batch needs a new segment, which `append` opens."""
-        return self._fd < 0 or not self.segments or self.segments[-1].file.size >= segment_size
+        return self._fd < 0 or not self.segments or self._end >= segment_size
+
+    @property
+    def _end(self) -> int:
+        """Bytes of the last segment, with the batches that a thread is writing."""
+        return self.segments[-1].file.size + sum(self._under_way)
 
     def start(
         self, writer: kernel.Writer, number: int, clock: int, batch: kernel.Log, *, segment_size: int
     ) -> None:
         """The same as `append` to a segment that is not full, in the kernel's thread."""
-        zeros = self._ahead(self._under_way, segment_size)  # the last one was about as long
-        at = self.segments[-1].file.size
-        self._under_way = writer.begin(self._fd, open_frame(number, clock), batch, zeros, at=at)
+        zeros = self._ahead(self._usual, segment_size)  # the last one was about as long
+        at = self._end
+        self._usual = writer.begin(self._fd, open_frame(number, clock), batch, zeros, at=at)
+        self._under_way.append(self._usual)
         if zeros:
-            self._prepared = at + self._under_way + zeros
+            self._prepared = at + self._usual + zeros
 
     def _ahead(self, size: int, segment_size: int) -> int:
         """How many zeros to write behind a frame of this size: none, as long as there are enough."""
-        end = self.segments[-1].file.size + size
+        end = self._end + size
         if end + size <= self._prepared or size >= LARGE_FRAME:
             return 0
         return max(0, min(max(LEAST_ZEROS, 16 * size), MOST_ZEROS, segment_size - end))
@@ -123,9 +130,10 @@ class Journal:
             self._prepared = last.size
 
     def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int]:
-        """Wait for that thread; raises as `append` does. Offset and size of the payload."""
+        """Wait for its first batch; raises as `append` does. Offset and size of the payload."""
+        size = self._under_way.pop(0)
         writer.finish()
-        return self._appended(number, self._under_way), self._under_way - FRAME_HEADER
+        return self._appended(number, size), size - FRAME_HEADER
 
     def _appended(self, number: int, size: int) -> int:
         segment = self.segments[-1]

@@ -387,7 +387,7 @@ class DirectoryLoader:
         self._held += size
         self._uncounted += size
         if self._uncounted > min(quota // 16, MIB // 4):
-            self._held, self._uncounted = sum(store.held for store in self.stores.values()), 0
+            self._held, self._uncounted = kernel.weigh(list(self.stores.values()))[1], 0
         if self._held > quota:
             self._held -= self._move_out(data, start, end, file, base)
 

@@ -12,6 +12,7 @@ consumers may see. Nothing here writes to the journal itself. The operations of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -33,9 +34,10 @@ from upper.model.values import (
     State,
 )
 from upper.record.layout import AT_OPCODE, MAX_CAS, MAX_KEY
-from upper.record.location import length_at
+from upper.record.location import MAX_OFFSET, length_at, location
 from upper.storage import records
 from upper.storage.changes import Changes
+from upper.storage.files import File
 from upper.storage.partition_copy import PartitionCopy
 from upper.storage.records import DELETION, EXPIRATION, MUTATION, StoredItem
 from upper.storage.state import fresh_branch
@@ -395,3 +397,18 @@ class PartitionStore(PartitionCopy):
         self.open_to_clients()
         if len(key) > MAX_KEY:
             raise InvalidArguments(f"a key has at most {MAX_KEY} bytes, not {len(key)}")
+
+
+def evict(stores: Sequence[PartitionStore], batch: Iterable[bytes], file: File, at: int) -> int:
+    """Move the values of a batch, which is in a file at this offset, out of memory; returns their bytes."""
+    evicted = 0
+    for record in batch:
+        size = len(record)
+        if record[AT_OPCODE] == MUTATION and at <= MAX_OFFSET:
+            store, seqno = stores[records.partition_of_record(record)], records.seqno_of(record)
+            place = location(seqno, file.slot, at, size)
+            # A partition that is being compacted keeps its entries: the job compares them later.
+            if not store.compacting and store.items.move_out(records.key_of(record), seqno, place):
+                evicted += size
+        at += size
+    return evicted

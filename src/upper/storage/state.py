@@ -116,11 +116,6 @@ class PartitionState(kernel.Table):
         """Bytes of records in memory."""
         return self.size - self.evicted
 
-    @property
-    def held(self) -> int:
-        """The bytes of memory that the partition uses."""
-        return self.items.memory
-
     # ── Flushes and snapshots ─────────────────────────────────────────────────────────────────────
 
     def _flushed(self, seqno: int) -> None:

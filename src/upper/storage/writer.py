@@ -4,14 +4,19 @@ There are two threads. The kernel's (`kernel.writer`) does not need the interpre
 with the event loop; it only writes a frame and syncs. The Python thread opens the next segment when one is
 full, and writes if there is no compiled kernel or if every call must pass through `Disk`. Only one of them
 works at a time.
+
+A second batch may be queued for the kernel's thread, which begins it when the first one is on disk. It is
+never written behind one that failed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from upper import kernel
@@ -43,6 +48,7 @@ class BatchOutcome(NamedTuple):
     file: File | None
     offset: int
     size: int
+    behind: tuple[JournalBatch, ...] = ()  # were queued behind one that failed, so they failed too
 
 
 def write(journal: Journal, batch: JournalBatch) -> BatchOutcome:
@@ -66,7 +72,7 @@ class JournalWriter:
 
     def __init__(self, journal: Journal, loop: asyncio.AbstractEventLoop, done: Callable[[], None]) -> None:
         self._journal, self._loop, self._done = journal, loop, done
-        self._batch: JournalBatch | None = None
+        self._batches: deque[JournalBatch] = deque()  # being written, and queued behind it
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upper-journal")
         self._written: Future[BatchOutcome] | None = None
         self._fast = journal.files.disk.writer()
@@ -75,10 +81,16 @@ class JournalWriter:
 
     @property
     def busy(self) -> bool:
-        return self._batch is not None
+        return bool(self._batches)
+
+    def takes(self, segment_size: int) -> bool:
+        """Whether it takes a batch: now, or behind the one that the kernel's thread writes."""
+        if not self._batches:
+            return True
+        return len(self._batches) == 1 and self._written is None and not self._journal.is_full(segment_size)
 
     def start(self, batch: JournalBatch) -> None:
-        self._batch = batch
+        self._batches.append(batch)
         if self._fast is not None and not self._journal.is_full(batch.segment_size):
             self._journal.start(
                 self._fast, batch.ticket, batch.clock, batch.records, segment_size=batch.segment_size
@@ -88,10 +100,10 @@ class JournalWriter:
             self._written.add_done_callback(lambda written: self.in_loop(self._arrived, written))
 
     def finish(self) -> BatchOutcome | None:
-        """Wait for the batch and return its outcome. None if no batch is being written."""
-        batch, self._batch = self._batch, None
-        if batch is None:
+        """Wait for the first batch and return its outcome. None if no batch is being written."""
+        if not self._batches:
             return None
+        batch = self._batches.popleft()
         if self._written is not None:
             written, self._written = self._written, None
             return written.result()
@@ -99,7 +111,12 @@ class JournalWriter:
         try:
             offset, size = self._journal.finish(self._fast, batch.ticket)
         except OSError as error:
-            return _failed(self._journal, batch, error)
+            behind = tuple(self._batches)
+            for other in behind:
+                with suppress(OSError):  # the same error
+                    self._journal.finish(self._fast, other.ticket)
+            self._batches.clear()
+            return _failed(self._journal, batch, error)._replace(behind=behind)
         return BatchOutcome(batch, None, self._journal.segments[-1].file, offset, size)
 
     def beside(self, step: Callable[[], None], then: Callable[[Future[None]], None]) -> None:
@@ -112,7 +129,7 @@ class JournalWriter:
             self._loop.call_soon_threadsafe(step, *facts)
 
     def close(self) -> None:
-        """Wait for the batch being written, and end the threads."""
+        """Wait for the batches being written, and end the threads."""
         self._thread.shutdown()
         if self._fast is not None:
             if not self._loop.is_closed():
