@@ -104,6 +104,29 @@ def test_zeros_go_behind_a_frame_and_the_next_frame_replaces_them(writer: Writer
     assert data.rstrip(b"\0") == b"".join(frames)
 
 
+def test_zeros_of_the_next_file_follow_a_batch_that_was_written(writer: Writer, tmp_path: Path) -> None:
+    path, size = tmp_path / "next", 3_000_000
+    with opened(tmp_path / "log") as fd:
+        following = os.open(path, os.O_RDWR | os.O_CREAT)
+        for number in range(20):
+            os.truncate(path, 0)
+            os.pwrite(following, b"before", 0)
+            writer.begin(fd, open_frame(number, 0), log(RECORD), next=following, start=6, ahead=size)
+            writer.finish()
+            writer.rest()
+            assert path.read_bytes() == b"before" + bytes(size)
+            assert os.lseek(following, 0, os.SEEK_CUR) == 0
+        os.truncate(path, 0)
+        full = os.open("/dev/full", os.O_WRONLY)
+        writer.begin(full, open_frame(1, 0), log(RECORD), next=following, start=0, ahead=size)
+        with pytest.raises(OSError, match="No space left"):
+            writer.finish()
+        writer.rest()
+        assert not path.stat().st_size
+        os.close(full)
+        os.close(following)
+
+
 def test_a_batch_is_written_where_there_is_no_room_for_zeros(writer: Writer, tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))

@@ -192,11 +192,11 @@ async def overwrite(bucket: BucketStore, batches: int) -> None:
 
 def test_little_data_is_not_rewritten_before_the_floor_is_reached(opened: Open, directory: Path) -> None:
     bucket = opened(StorageSettings(disk_floor=4 << 20))
-    asyncio.run(overwrite(bucket, 120))
+    asyncio.run(overwrite(bucket, 110))
     assert disk_use(directory) > 5 * sum(store.size for store in bucket.partitions)
     assert bucket.compactor.runs == 0
     bucket = opened(StorageSettings(disk_floor=1 << 20))
-    asyncio.run(overwrite(bucket, 120))
+    asyncio.run(overwrite(bucket, 110))
     assert disk_use(directory) < 1 << 20
     assert bucket.compactor.runs > 1
 

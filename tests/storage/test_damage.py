@@ -81,7 +81,7 @@ def repaired(directory: Path) -> list[str]:
 
 def test_a_flipped_byte_in_the_journal_is_refused_found_and_repaired(opened: Open, directory: Path) -> None:
     _, before = damaged(opened)
-    segments = sorted((directory / "journal").iterdir())
+    segments = sorted((directory / "journal").glob("*.log"))
     assert len(segments) > 4
     flip(segments[2], 700)
     with pytest.raises(Corrupt, match=f"{segments[2].name}.*is damaged.*upper check"):
@@ -102,7 +102,7 @@ def test_a_flipped_byte_in_the_journal_is_refused_found_and_repaired(opened: Ope
 @pytest.mark.parametrize("which", ["first", "middle", "last"])
 def test_a_missing_segment_is_refused_found_and_repaired(opened: Open, directory: Path, which: str) -> None:
     damaged(opened, clean=False)
-    segments = sorted((directory / "journal").iterdir())
+    segments = sorted((directory / "journal").glob("*.log"))
     segments[{"first": 0, "middle": 2, "last": -1}[which]].unlink()
     with pytest.raises(Corrupt, match="upper check"):
         opened()
@@ -117,7 +117,7 @@ def test_a_missing_segment_is_refused_found_and_repaired(opened: Open, directory
 
 def test_a_journal_that_is_gone_is_not_taken_for_a_new_bucket(opened: Open, directory: Path) -> None:
     damaged(opened)
-    for segment in (directory / "journal").iterdir():
+    for segment in (directory / "journal").glob("*.log"):
         segment.unlink()
     with pytest.raises(Corrupt, match="it is gone"):
         opened()
@@ -125,7 +125,7 @@ def test_a_journal_that_is_gone_is_not_taken_for_a_new_bucket(opened: Open, dire
 
 def trimmed(directory: Path) -> Path:
     """The last segment, without the zeros that are written ahead."""
-    last = max((directory / "journal").iterdir())
+    last = max((directory / "journal").glob("*.log"))
     frames = FrameReader(last.read_bytes())
     assert list(frames)
     os.truncate(last, frames.at)
@@ -137,7 +137,7 @@ def test_a_batch_that_lacks_a_sector_was_never_acknowledged(opened: Open, direct
     bucket = opened(StorageSettings(compact=False))
     fill(bucket)
     before = contents(bucket)
-    last = max((directory / "journal").iterdir())
+    last = max((directory / "journal").glob("*.log"))
     frames = FrameReader(last.read_bytes())
     assert list(frames)
     for number in range(20):
@@ -174,7 +174,7 @@ def last_batch(opened: Open, directory: Path, value: bytes) -> tuple[bytes, Fram
     bucket.partitions[1].write(b"other", value)
     bucket.commit()
     abandon(bucket)
-    data = max((directory / "journal").iterdir()).read_bytes()
+    data = max((directory / "journal").glob("*.log")).read_bytes()
     *_, frame = FrameReader(data)
     assert frame.end + 60_000 < len(data), "there are zeros ahead"
     return data, frame
@@ -234,7 +234,7 @@ def test_a_segment_whose_header_never_arrived_is_no_fault(opened: Open, director
     fill(bucket)
     before = contents(bucket)
     abandon(bucket)
-    last = max((directory / "journal").iterdir())
+    last = max((directory / "journal").glob("*.log"))
     (directory / "journal" / f"{int(last.stem) + 1:08d}.log").write_bytes(bytes(size))
     assert list(check(directory)) == []
     bucket = opened(ROLLING)
@@ -256,7 +256,7 @@ def test_a_last_batch_that_is_wrong_may_have_been_acknowledged(opened: Open, dir
 
 def test_a_journal_cut_after_a_clean_end_is_refused(opened: Open, directory: Path) -> None:
     damaged(opened)
-    last = max((directory / "journal").iterdir())
+    last = max((directory / "journal").glob("*.log"))
     last.write_bytes(last.read_bytes()[:-30])
     with pytest.raises(Corrupt, match="closing left it at"):
         opened()
@@ -378,7 +378,7 @@ def test_checking_and_repairing_need_little_memory(
     monkeypatch.setattr("upper.storage.check.MEMORY", 500)
     _, before = damaged(opened, compacted=True)
     assert list(check(directory)) == []
-    last = max((directory / "journal").iterdir())
+    last = max((directory / "journal").glob("*.log"))
     last.write_bytes(last.read_bytes()[:-30])
     repaired(directory)
     bucket = opened()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from tests.disks import abandon
 from tests.storage.conftest import Open
+from upper import kernel
 from upper.errors import NotWritable
-from upper.storage import BucketStore, Commit, Disk, Durability, StorageSettings
+from upper.storage import BucketStore, Commit, Disk, Durability, StorageSettings, journal
 from upper.storage.check import check
 from upper.storage.release import WORTH_A_BATCH
 
@@ -121,6 +126,81 @@ def test_everything_is_there_however_batches_were_cut(opened: Open, durability: 
     kept = [list(store.items.items()) for store in bucket.partitions]
     assert not list(check(bucket.directory))
     assert [list(store.items.items()) for store in opened().partitions] == kept
+
+
+class LateZeros:
+    """A writer whose zeros come as late as they may: before its next batch, or in `rest`."""
+
+    def __init__(self, writer: kernel.Writer) -> None:
+        self._writer = writer
+        self._late: tuple[int, int, int] | None = None
+        self.fileno, self.finish, self.close = writer.fileno, writer.finish, writer.close
+
+    def begin(
+        self,
+        fd: int,
+        head: bytes,
+        records: kernel.Log,
+        zeros: int = 0,
+        *,
+        at: int = 0,
+        next: int = -1,  # noqa: A002
+        start: int = 0,
+        ahead: int = 0,
+    ) -> int:
+        self._write_zeros()
+        self._late = (next, start, ahead)
+        return self._writer.begin(fd, head, records, zeros, at=at)
+
+    def rest(self) -> None:
+        self._writer.rest()
+        self._write_zeros()
+
+    def _write_zeros(self) -> None:
+        if self._late is not None and self._late[2]:
+            fd, start, ahead = self._late
+            os.pwrite(fd, bytes(ahead), start)
+        self._late = None
+
+
+class LateDisk(Disk):
+    def writer(self) -> kernel.Writer | None:
+        writer = super().writer()
+        return None if writer is None else LateZeros(writer)
+
+
+@pytest.mark.parametrize("disk", [Disk, LateDisk])
+@pytest.mark.parametrize("killed", [False, True])
+def test_segments_are_prepared_while_the_one_before_is_filled(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, disk: type[Disk], killed: bool
+) -> None:
+    """The file of the next segment never takes anything from the present one, nor is it left behind."""
+    monkeypatch.setattr(journal, "CHUNK", 4 << 10)
+    settings = StorageSettings(compact=False, segment_size=32 << 10, disk_floor=512 << 10)
+    bucket = BucketStore.open(directory, settings, partitions=4, disk=disk())
+    chance, prepared = random.Random(5), set[int]()
+
+    async def fill() -> None:
+        bucket.attach(asyncio.get_running_loop())
+        for turn in range(400):
+            count = 700 if turn % 40 == 39 else chance.randrange(60)  # now and then more than a segment
+            write(bucket, *range(turn, turn + count))
+            bucket.start_large_batch()
+            await bucket.saved()
+            if (fresh := directory / "journal" / "segment.new").exists():
+                prepared.add(fresh.stat().st_size)
+        (abandon if killed else BucketStore.close)(bucket)
+
+    asyncio.run(fill())
+    assert len(bucket.journal.segments) > 10
+    assert max(prepared) >= 28 << 10, "a segment had its zeros before it began"
+    kept = [list(store.items.items()) for store in bucket.partitions]
+    assert not list(check(directory))
+    (directory / "journal" / "segment.new").write_bytes(bytes(1000))  # as after a power failure
+    with BucketStore.open(directory, settings) as again:
+        assert [list(store.items.items()) for store in again.partitions] == kept
+        assert not again.opening.branched
+        assert not list((directory / "journal").glob("*.new"))
 
 
 def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_was_lost(opened: Open) -> None:

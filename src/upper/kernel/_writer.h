@@ -5,9 +5,12 @@
  * byte to a pipe that the loop watches. The frame is the log of the batch, or, where that refers to large records, a copy
  * that contains them. The caller keeps the log, unchanged, until it is written.
  *
+ * Once a batch is on disk, zeros may be written to the file of the next segment: nothing waits for them.
+ *
  * A second batch may be queued while the first is written. The thread begins it when the first is on disk, without waiting for
  * the loop. If the first fails, the second one fails too, and is not written. */
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -26,13 +29,15 @@ typedef struct {
     size_t size; /* of the frame with every record in its place */
     size_t zeros; /* bytes of them to be written behind it */
     size_t at;    /* offset of the frame in its file */
+    int next;     /* the file of the next segment */
+    size_t from, ahead; /* where in it, and how many, zeros are written once the batch is on disk */
 } upper_batch;
 
 typedef struct {
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t changed;
-    int bell, leaving;
+    int bell, leaving, works;
     int error; /* of the last batch, and so of those that were queued behind it */
     upper_batch batches[UPPER_QUEUE]; /* batch n is at n % UPPER_QUEUE */
     uint64_t begun, written, finished; /* how many were queued, written by the thread and taken back by the loop */
@@ -40,11 +45,10 @@ typedef struct {
     size_t room; /* in the buffer */
 } upper_writer;
 
-/* Make the file longer, so that the next frames need not: a sync of a file that grew also waits for the journal of the file
- * system. The file position does not change. If the disk is full, the next frames extend the file themselves. */
-static void upper_write_zeros(int fd, size_t size) {
+/* Make a file longer, so that later frames need not: a sync of a file that grew also waits for the journal of the file
+ * system. The file position does not change. If the disk is full, the frames extend the file themselves. */
+static void upper_write_zeros(int fd, off_t at, size_t size) {
     static const uint8_t zeros[64 << 10];
-    off_t at = lseek(fd, 0, SEEK_CUR);
     while (at >= 0 && size) {
         ssize_t n = pwrite(fd, zeros, size < sizeof zeros ? size : sizeof zeros, at);
         if (n < 0 && errno != EINTR) return;
@@ -97,10 +101,18 @@ static int upper_write_batch(upper_writer *w, const upper_batch *b) {
         if (n < 0 && errno != EINTR) return errno;
         if (n > 0) done += (size_t)n;
     }
-    if (b->zeros) upper_write_zeros(b->fd, b->zeros);
+    if (b->zeros) upper_write_zeros(b->fd, lseek(b->fd, 0, SEEK_CUR), b->zeros);
     while (fdatasync(b->fd))
         if (errno != EINTR) return errno;
     return 0;
+}
+
+/* Zeros in the file of the next segment. The disk begins to store them, so that the sync of that file finds little to do. */
+static void upper_write_ahead(const upper_batch *b) {
+    upper_write_zeros(b->next, (off_t)b->from, b->ahead);
+#ifdef SYNC_FILE_RANGE_WRITE
+    sync_file_range(b->next, (off_t)b->from, (off_t)b->ahead, SYNC_FILE_RANGE_WRITE);
+#endif
 }
 
 static upper_batch *upper_batch_at(upper_writer *w, uint64_t number) { return w->batches + number % UPPER_QUEUE; }
@@ -121,11 +133,16 @@ static void *upper_writer_main(void *me) {
             w->error = error;
         }
         b->error = w->error;
+        upper_batch done = *b; /* the loop takes it back */
         w->written++;
+        w->works = 1;
         pthread_cond_broadcast(&w->changed);
         pthread_mutex_unlock(&w->lock); /* before it rings: the loop wakes up and takes the lock */
         while (write(w->bell, "!", 1) < 0 && errno == EINTR) {}
+        if (done.ahead && !done.error) upper_write_ahead(&done);
         pthread_mutex_lock(&w->lock);
+        w->works = 0;
+        pthread_cond_broadcast(&w->changed);
     }
     pthread_mutex_unlock(&w->lock);
     return NULL;
@@ -187,9 +204,16 @@ static void upper_writer_wait(upper_writer *w) {
     pthread_mutex_unlock(&w->lock);
 }
 
-static void upper_writer_leave(upper_writer *w) {
+/* Wait until the thread has nothing to do. */
+static void upper_writer_rest(upper_writer *w) {
     pthread_mutex_lock(&w->lock);
-    while (w->written < w->begun) pthread_cond_wait(&w->changed, &w->lock);
+    while (w->written < w->begun || w->works) pthread_cond_wait(&w->changed, &w->lock);
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void upper_writer_leave(upper_writer *w) {
+    upper_writer_rest(w);
+    pthread_mutex_lock(&w->lock);
     w->leaving = 1;
     pthread_cond_broadcast(&w->changed);
     pthread_mutex_unlock(&w->lock);

@@ -2,9 +2,10 @@
 
 cdef extern from "_writer.h":
     ctypedef struct upper_batch:
-        int fd
+        int fd, next
         uint8_t *frame
-        size_t used, size, zeros, at
+        size_t used, size, zeros, at, ahead
+        size_t start "from"
         uint8_t head[32]
     ctypedef struct upper_writer:
         int bell
@@ -15,6 +16,7 @@ cdef extern from "_writer.h":
     int upper_writer_take_back(upper_writer *w)
     void upper_writer_take_byte(int bell)
     void upper_writer_wait(upper_writer *w) nogil
+    void upper_writer_rest(upper_writer *w) nogil
     void upper_writer_leave(upper_writer *w) nogil
 
 
@@ -43,11 +45,15 @@ cdef class Writer:
     def fileno(self):
         return self.bell
 
-    def begin(self, int fd, bytes head not None, Log records not None, size_t zeros=0, *, size_t at=0):
+    def begin(
+        self, int fd, bytes head not None, Log records not None, size_t zeros=0, *, size_t at=0,
+        int next=-1, size_t start=0, size_t ahead=0,
+    ):
         """Write these records as one frame, after `head`; returns its size. Length, checksum and the count of sectors of zeros
         are filled in; `at` is the offset of the frame in the file.
 
-        `zeros` bytes of zero are written behind it, if there is room; the position of `fd` is before them."""
+        `zeros` bytes of zero are written behind it, if there is room; the position of `fd` is before them. Once the batch is
+        on disk, `ahead` bytes of zero are written to `next` at `start`, which nothing waits for but `rest`."""
         cdef upper_batch *batch = upper_writer_next(&self.writer)
         if not self.runs:
             raise RuntimeError("the writer is closed")
@@ -64,6 +70,7 @@ cdef class Writer:
         batch.frame, batch.used = records.data, records.used
         batch.size = FRAME_HEAD + records.bytes
         batch.zeros, batch.at = zeros, at
+        batch.next, batch.start, batch.ahead = next, start, ahead
         upper_writer_begin(&self.writer)
         return FRAME_HEAD + records.bytes
 
@@ -83,6 +90,12 @@ cdef class Writer:
             upper_writer_take_byte(self.bell)
         if error:
             raise OSError(error, os.strerror(error))
+
+    def rest(self):
+        """Wait until all batches, and the zeros that follow them, are written."""
+        if self.runs:
+            with nogil:
+                upper_writer_rest(&self.writer)
 
     def close(self):
         """End the thread, after the batches that it has."""

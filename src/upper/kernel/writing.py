@@ -13,7 +13,18 @@ class Writer(Protocol):
     A second one may wait behind it. If a batch fails, that one fails with the same error, and is not written.
     """
 
-    def begin(self, fd: int, head: bytes, records: Log, zeros: int = 0, *, at: int = 0) -> int:
+    def begin(
+        self,
+        fd: int,
+        head: bytes,
+        records: Log,
+        zeros: int = 0,
+        *,
+        at: int = 0,
+        next: int = -1,  # noqa: A002  the file of the next segment
+        start: int = 0,
+        ahead: int = 0,
+    ) -> int:
         """Write a frame to a file, and sync it. Returns how many bytes that will be.
 
         The frame is `head`, 32 bytes in which the length of the payload (u64 at 16), the CRC of
@@ -21,7 +32,8 @@ class Writer(Protocol):
         then the records. `at` is its offset in the file, where sectors begin at multiples of 512.
 
         The log takes no records from here on. Behind the frame go `zeros` bytes of zero, if there is room
-        for them; the position of `fd` is before them.
+        for them; the position of `fd` is before them. Once the batch is on disk, `ahead` bytes of zero are
+        written to the file `next` at `start`; only `rest` waits for those.
         """
         ...
 
@@ -31,6 +43,10 @@ class Writer(Protocol):
 
     def finish(self) -> None:
         """Wait for the first batch. An OSError has the reason why it is not on disk."""
+        ...
+
+    def rest(self) -> None:
+        """Wait until all batches, and the zeros that follow them, are written."""
         ...
 
     def close(self) -> None:

@@ -321,7 +321,8 @@ class BucketStore:
             self.releases.publish(Commit(batch.ticket, batch.streamed), batch.reached)
             self._resolve()
         if not self._is_writing:
-            self._finish_batch(write(self.journal, batch))
+            writer = self._writer
+            self._finish_batch(write(self.journal, batch) if writer is None else writer.write_here(batch))
 
     @property
     def _writer_takes_another(self) -> bool:

@@ -81,7 +81,8 @@ class Compactor:
     @property
     def disk_use(self) -> int:
         """Bytes of all journal segments and partition files, as last weighed."""
-        return self._files + self._bucket.journal.size + self._bucket.files.obsolete_size
+        journal = self._bucket.journal
+        return self._files + journal.size + journal.zeros + self._bucket.files.obsolete_size
 
     def measure(self) -> None:
         """Compute the size of the partition files."""

@@ -8,7 +8,10 @@ first, when no partition needs anything in them any more.
 
 The segment that is being written is longer than its frames: zeros are written ahead of them, because a sync
 of a file that became longer waits for the journal of the file system, too, and takes more than twice as long.
-Closing a segment or the journal truncates it to its frames; `frames` describes what a crash may leave.
+While a segment is being filled, the zeros of the next one are written to a file of their own
+(`journal/segment.new`), which gets its name and its header when it is needed. Nothing waits for these. A
+segment that was not prepared this way gets its zeros a megabyte at a time, between frames. Closing a segment
+or the journal truncates it to its frames; `frames` describes what a crash may leave.
 
 A batch is on disk when `append` returns. When it raises, the batch is not written, even if a later fdatasync
 succeeds, because the system may have dropped the pages. That segment then accepts no further batches, and
@@ -23,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from upper import kernel
-from upper.storage.disk import write_all
+from upper.storage.disk import fresh_name, write_all
 from upper.storage.files import File, Files
 from upper.storage.frames import (
     FRAME_HEADER,
@@ -35,7 +38,10 @@ from upper.storage.frames import (
     open_frame,
 )
 
-LEAST_ZEROS, MOST_ZEROS = 64 << 10, 1 << 20  # bytes that are written ahead at once
+LEAST_ZEROS, MOST_ZEROS = 64 << 10, 1 << 20  # bytes that are written ahead of frames at once
+CHUNK = 64 << 10  # bytes of zeros that the next segment gets at once, or a few times as many
+CHUNKS = 4
+LEAD = 1.25  # how much faster the next segment is filled with zeros than the present one with frames
 LARGE_FRAME = 128 << 10  # bytes of a frame from which on zeros would cost more than they save
 
 
@@ -50,6 +56,15 @@ class Segment:
     @property
     def size(self) -> int:
         return self.file.size
+
+
+@dataclass(slots=True)
+class NextSegment:
+    """The file of the next segment, under a name that no reader looks for: nothing but zeros."""
+
+    path: Path
+    fd: int
+    size: int = 0  # bytes that were written, or will be
 
 
 def segment_path(directory: Path, number: int) -> Path:
@@ -69,17 +84,25 @@ class Journal:
     _under_way: list[int] = field(default_factory=list)  # bytes of the batches that a thread is writing
     _usual: int = 0  # bytes of the last of them
     _prepared: int = 0  # bytes that the last segment has on disk, with the zeros, or that it was to have
+    _next: NextSegment | None = None
 
     @property
     def size(self) -> int:
         """Bytes of all segments."""
         return sum([segment.file.size for segment in self.segments])
 
+    @property
+    def zeros(self) -> int:
+        """Bytes that are written ahead, in the last segment and in the file of the next one."""
+        ahead = 0 if self._next is None else self._next.size
+        return ahead + (max(0, self._prepared - self._end) if self._fd >= 0 else 0)
+
     def append(self, number: int, clock: int, payload: bytes, *, segment_size: int, sync: bool = True) -> int:
         """Write one batch and wait for the disk. Returns the offset of the payload in the last segment."""
         disk = self.files.disk
         if not self.segments or self.segments[-1].file.size >= segment_size:
             self._open_next(number)
+            self._create_next(segment_size)
         self._reopen()
         at = self.segments[-1].file.size
         data = journal_frame(number, clock, payload, at)
@@ -92,7 +115,13 @@ class Journal:
             self._prepared = end + zeros
         if sync:
             disk.fdatasync(self._fd)
-        return self._appended(number, len(data))
+        offset = self._appended(number, len(data))
+        if (upcoming := self._next) is not None and (more := self._due(len(data), segment_size)):
+            with suppress(OSError):
+                os.lseek(upcoming.fd, upcoming.size, os.SEEK_SET)
+                write_all(disk, upcoming.fd, bytes(more))
+            upcoming.size += more
+        return offset
 
     def is_full(self, segment_size: int) -> bool:
         """Whether the next batch needs a new segment, which `append` opens."""
@@ -109,7 +138,14 @@ class Journal:
         """The same as `append` to a segment that is not full, in the kernel's thread."""
         zeros = self._ahead(self._usual, segment_size)  # the last one was about as long
         at = self._end
-        self._usual = writer.begin(self._fd, open_frame(number, clock), batch, zeros, at=at)
+        head, upcoming, more = open_frame(number, clock), self._next, self._due(self._usual, segment_size)
+        if upcoming is None:
+            self._usual = writer.begin(self._fd, head, batch, zeros, at=at)
+        else:
+            start, upcoming.size = upcoming.size, upcoming.size + more
+            self._usual = writer.begin(
+                self._fd, head, batch, zeros, at=at, next=upcoming.fd, start=start, ahead=more
+            )
         self._under_way.append(self._usual)
         if zeros:
             self._prepared = at + self._usual + zeros
@@ -120,6 +156,29 @@ class Journal:
         if end + size <= self._prepared or size >= LARGE_FRAME:
             return 0
         return max(0, min(max(LEAST_ZEROS, 16 * size), MOST_ZEROS, segment_size - end))
+
+    def _due(self, size: int, segment_size: int) -> int:
+        """How many zeros the next segment gets now, if frames have about this size."""
+        if self._next is None or size >= LARGE_FRAME:
+            return 0
+        due = min(int(LEAD * self._end), segment_size) - self._next.size
+        return min(max(0, due) // CHUNK, CHUNKS) * CHUNK
+
+    def _create_next(self, segment_size: int) -> None:
+        """A file for the next segment, where segments are large enough to have use of it."""
+        if segment_size < CHUNKS * CHUNK:
+            return
+        path = fresh_name(self.directory / "journal" / "segment")
+        with suppress(OSError):  # without it, the next segment gets its zeros between frames
+            fd = self.files.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            self._next = NextSegment(path, fd)
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            with suppress(OSError):  # opening the directory deletes it
+                self.files.disk.close(self._next.fd)
+                self.files.disk.unlink(self._next.path)
+            self._next = None
 
     def _reopen(self) -> None:
         """Have the last segment open, at the end of its frames."""
@@ -144,7 +203,8 @@ class Journal:
         return at + FRAME_HEADER
 
     def give_up(self) -> None:
-        """After an append that failed: truncate its bytes, if the disk allows it."""
+        """After an append that failed: free and truncate what the disk allows."""
+        self._drop_next()
         if self._fd < 0 or not self.segments:
             return
         try:
@@ -181,6 +241,10 @@ class Journal:
         return gone
 
     def close(self) -> None:
+        self._drop_next()
+        self._close_file()
+
+    def _close_file(self) -> None:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             self.files.disk.close(fd)
@@ -192,19 +256,22 @@ class Journal:
     def begin(self, number: int, first: int) -> None:
         """Continue in a new segment of this number, whose first batch will be `first`."""
         disk = self.files.disk
-        path = segment_path(self.directory, number)
-        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        path, (ready, self._next) = segment_path(self.directory, number), (self._next, None)
+        fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if ready is None else ready.fd
         header = file_header(JOURNAL_MAGIC, FileHeader(0, self.uuid, number, first))
         try:
+            os.lseek(fd, 0, os.SEEK_SET)
             write_all(disk, fd, header)
             disk.fdatasync(fd)
+            if ready is not None:
+                disk.rename(ready.path, path)
             disk.sync_directory(path.parent)
             self._close_last(first)
         except OSError:
             disk.close(fd)
             raise
-        self.close()
-        self._fd, self._prepared = fd, len(header)
+        self._close_file()
+        self._fd, self._prepared = fd, len(header) if ready is None else max(ready.size, len(header))
         self.segments.append(
             Segment(self.files.add(path, number=number, size=len(header)), first=first, last=first - 1)
         )

@@ -221,7 +221,7 @@ def load_bucket(bucket: BucketStore, state: State, began: float, *, restored: bo
 
 def _load_files(bucket: BucketStore, loader: DirectoryLoader, floor: metadata.JournalStart) -> list[Path]:
     """Load each partition's newest file; returns the files that are not needed any more."""
-    leftovers = list((bucket.directory / "partitions").glob("*.new"))
+    leftovers = [*bucket.directory.glob("partitions/*.new"), *bucket.directory.glob("journal/*.new")]
     for number, path in load.pack_paths(bucket.directory):
         file = bucket.files.add(path, number=number, size=path.stat().st_size)
         loader.load_file(file)

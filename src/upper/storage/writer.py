@@ -96,8 +96,14 @@ class JournalWriter:
                 self._fast, batch.ticket, batch.clock, batch.records, segment_size=batch.segment_size
             )
         else:
-            self._written = self._thread.submit(write, self._journal, batch)
+            self._written = self._thread.submit(self.write_here, batch)
             self._written.add_done_callback(lambda written: self.in_loop(self._arrived, written))
+
+    def write_here(self, batch: JournalBatch) -> BatchOutcome:
+        """Write a batch in this thread. The kernel's may still write zeros, to a file that is needed now."""
+        if self._fast is not None:
+            self._fast.rest()
+        return write(self._journal, batch)
 
     def finish(self) -> BatchOutcome | None:
         """Wait for the first batch and return its outcome. None if no batch is being written."""
