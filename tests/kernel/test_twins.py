@@ -196,7 +196,7 @@ def test_they_count_batches_alike(batches: list[list[bytes]], count: int) -> Non
 
 @given(st.lists(st.lists(changes(), max_size=6), max_size=5))
 def test_they_weigh_alike(held: list[list[bytes]]) -> None:
-    """The sizes of records, and the memory that each map says it takes."""
+    """The sizes of records, and the sum of what each map takes."""
     size: dict[Any, int] = {}
     for twin in (plain, compiled):
         tables = [twin.Table() for _ in held]
