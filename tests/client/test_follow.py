@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from upper.client.bulk import ColumnDecoder
+from upper.client.decode import FEW
 from upper.client.events import Rollback
 from upper.client.follow import Follower
 from upper.client.partition_consumer import PartitionConsumer
@@ -82,6 +85,43 @@ def cut_inside_a_snapshot(bulk: bool) -> tuple[Follower, Reader[Any]]:
     follower.opened(NODE, 2.0)
     assert [consumer.stream.phase for consumer in consumers] == [Following.LOG, Following.ASKING]
     return follower, reader
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("bulk", [False, True], ids=["events", "columns"])
+def test_a_stream_is_the_same_wherever_it_is_cut_and_whoever_joins_its_parts(bulk: bool, seed: int) -> None:
+    """A driver may put the rest of the last piece in front of the next one. Each byte counts once."""
+    chance = random.Random(seed)
+    follower = Follower(
+        [PartitionConsumer(P, ResumePoints())],
+        Routes(nodes=(NODE,), owners=(0,), revision=1),
+        dialect=UPR,
+        random=lambda: 0.5,
+    )
+    follower.opened(NODE, 0.0)
+    reader: Reader[Any] = Reader(
+        Plan(follower, Positions({}, of=1)),
+        ChangesRequest(on_rollback="continue"),
+        ColumnDecoder(follower) if bulk else EventDecoder(follower),
+    )
+    sent = [*begin(P, OLD)]
+    for seqno in range(1, 60):
+        value = bytes(chance.choice((1, 100, 2 * FEW)))
+        sent.append(replace(change(P, seqno), value=value))
+    data = b"".join(map(UPR.encode, [*sent, SnapshotEndMessage(partition=P, opaque=P)]))
+    at, found = 0, []
+    frames = follower.connections[NODE].frames
+    while at < len(data):
+        size = chance.choice((1, 30, 500, 3 * FEW))
+        rest = frames.rest if chance.random() < 0.8 else b""
+        frames.move_rest(rest)
+        reader.push(NODE, rest + data[at : at + size], 2.0)
+        while (item := reader.next(2.0)) is not None:
+            found.append(item)
+        at += size
+    assert [seqno for _, seqno in places(found) if seqno][:59] == [*range(1, 60)]
+    assert follower.bytes_received == len(data)
+    assert follower.consumers[P].stream.seqno == 59
 
 
 @pytest.mark.parametrize("bulk", [False, True], ids=["events", "columns"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from types import ModuleType
 from typing import Any
@@ -84,6 +85,25 @@ def test_the_schema_is_the_one_that_spark_takes(kernel: ModuleType) -> None:
         }
     )
     assert all(field.nullable for field in batch.schema)
+
+
+@given(
+    parts=st.lists(changes() | other_packets(), max_size=20),
+    other=st.lists(changes() | other_packets(), max_size=20),
+)
+def test_columns_whose_sizes_a_scan_has_found_are_the_same_and_those_of_other_bytes_are_refused(
+    kernel: ModuleType, parts: list[bytes], other: list[bytes]
+) -> None:
+    branches, sizes, others = numbers(1, 2, 3, 4), kernel.Sizes(), kernel.Sizes()
+    data = b"".join(parts)
+    assert kernel.scan(data, 0, numbers(), sizes=sizes)[0] == len(data)
+    kernel.scan(b"".join(other), 0, numbers(), sizes=others)
+    found = kernel.columns(data, 0, len(data), branches)
+    assert kernel.columns(data, 0, len(data), branches, sizes=sizes) == found
+    for wrong in (others, kernel.Sizes()):
+        with suppress(ValueError):
+            made = kernel.columns(data, 0, len(data), branches, sizes=wrong)
+            assert made == found, "as many rows, and as many bytes in each column"
 
 
 @given(parts=st.lists(changes() | other_packets(), max_size=20), padding=st.integers(0, 3))

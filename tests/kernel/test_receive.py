@@ -57,6 +57,24 @@ def test_what_has_arrived_is_returned_up_to_the_bound(
     assert kernel.receive(here.fileno(), most) == (b"", False)
 
 
+@pytest.mark.parametrize("rest", [1, 24, 5_000, 100_000])
+@pytest.mark.parametrize("size", [1, 4096, 100_000])
+@pytest.mark.parametrize("most", [1, 70_000, MOST])
+def test_bytes_that_were_left_over_stand_in_front_of_what_arrives(
+    kernel: ModuleType, ends: tuple[socket.socket, socket.socket], rest: int, size: int, most: int
+) -> None:
+    here, there = ends
+    left, sent = os.urandom(rest), os.urandom(size)
+    assert kernel.receive(here.fileno(), most, left) == (b"", False), "nothing has arrived"
+    assert there.send(sent) == size
+    arrived(here, sent)
+    assert kernel.receive(here.fileno(), most, left) == (left + sent[:most], False)
+    there.shutdown(socket.SHUT_WR)
+    while (received := kernel.receive(here.fileno(), MOST, left))[0]:
+        assert received[0].startswith(left)
+    assert received == (b"", True)
+
+
 def test_the_end_comes_behind_the_last_bytes(
     kernel: ModuleType, ends: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -76,7 +94,7 @@ def test_a_reset_is_an_error_where_nothing_came_before_it(
     there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     there.close()
     with pytest.raises(ConnectionResetError):
-        kernel.receive(here.fileno(), MOST)
+        kernel.receive(here.fileno(), MOST, b"left")
 
 
 def test_a_descriptor_that_is_no_socket_any_more_is_an_error(kernel: ModuleType) -> None:
@@ -110,8 +128,11 @@ def test_a_long_stream_arrives_whole_whatever_the_pieces_are(
                 pass
         if at == len(sent) or draw.random() < 0.5:
             most = draw.choice((1, 3_000, 65_536, 300_000, MOST))
-            data, closed = kernel.receive(here.fileno(), most)
-            assert len(data) <= most
+            left = bytes(received[len(received) - draw.choice((0, 1, 30, 5_000)) :])
+            data, closed = kernel.receive(here.fileno(), most, left)
             assert not closed
-            received += data
+            if data:
+                assert data.startswith(left)
+                assert len(data) <= len(left) + most
+                received += data[len(left) :]
     assert received == sent

@@ -6,12 +6,14 @@ The loop of these nodes is stepped by hand, so what one turn contains is counted
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.nodes import Node as RunningNode
 from tests.server.hostile_peers import packet
 from upper.server import connection
 from upper.server.connection_state import ConnectionPhase
@@ -19,6 +21,7 @@ from upper.server.node import Node
 from upper.server.settings import ServerSettings
 from upper.storage import BucketStore
 from upper.wire.codes import Opcode
+from upper.wire.packet import HEADER_SIZE, peek
 
 REQUESTS = 100  # of each peer, sent at once
 PEERS = 8
@@ -87,6 +90,56 @@ def test_a_new_peer_is_accepted_and_answered_while_others_have_requests_left(ste
     assert new == 1
     assert all(0 < now - then <= 4 * 2 for now, then in zip(others, before, strict=True))
     assert max(others) < REQUESTS
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_answers_are_in_order_and_complete_however_large_and_however_the_peer_ends(
+    shared_node: RunningNode, seed: int
+) -> None:
+    """Small answers and large ones, those of the kernel and those of the table of commands, in one stream."""
+    chance = random.Random(seed)
+    sizes = {b"small": 10, b"medium": 40_000, b"large": 100_000}
+    with socket.create_connection(shared_node.address, timeout=10) as peer:
+        asked = [(Opcode.SET, key) for key in sizes]
+        asked += [
+            (chance.choice((Opcode.GET, Opcode.NOOP, Opcode.VERSION)), chance.choice([*sizes]))
+            for _ in range(60)
+        ]
+        ends = chance.choice(["quit", "half closed", "stays"])
+        if ends == "quit":
+            asked.append((Opcode.QUIT, b""))
+        for start in range(0, len(asked), 7):
+            part = enumerate(asked[start : start + 7], start)
+            peer.sendall(
+                b"".join(request(opcode, key, sizes.get(key, 0), number) for number, (opcode, key) in part)
+            )
+        if ends == "half closed":
+            peer.shutdown(socket.SHUT_WR)
+        received = bytearray()
+        found: list[tuple[int, int, int]] = []
+        while len(found) < len(asked):
+            more = peer.recv(1 << 18)
+            assert more, f"the node closed after {len(found)} of {len(asked)} answers"
+            received += more
+            while (
+                len(received) >= HEADER_SIZE
+                and len(received) >= (head := peek(bytes(received[:HEADER_SIZE]))).size
+            ):
+                found.append((head.opcode, head.opaque, head.total_body))
+                del received[: head.size]
+        assert [(opcode, number) for opcode, number, _ in found] == [
+            (opcode, number) for number, (opcode, _) in enumerate(asked)
+        ]
+        for (opcode, key), (_, _, size) in zip(asked, found, strict=True):
+            assert opcode != Opcode.GET or size == 4 + sizes[key]
+        if ends != "stays":
+            assert peer.recv(1) == b""
+
+
+def request(opcode: Opcode, key: bytes, size: int, opaque: int) -> bytes:
+    keyed = opcode in (Opcode.GET, Opcode.SET)
+    extras, value = (bytes(8), bytes(size)) if opcode == Opcode.SET else (b"", b"")
+    return packet(opcode, key=key if keyed else b"", extras=extras, value=value, opaque=opaque)
 
 
 def test_peers_with_many_requests_have_their_turns_one_after_the_other(stepped: Stepped) -> None:

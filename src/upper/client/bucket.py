@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Bytes that go into one record batch, if they have arrived: as many as stay in a processor's cache between
 # finding the packets and decoding them, which is measurably faster than more.
-GATHER = 2 << 20
+GATHER = 4 << 20
 
 
 def connect(

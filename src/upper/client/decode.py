@@ -37,17 +37,35 @@ from upper.wire.xattrs import split
 XATTR = int(DataType.XATTR)
 CHANGES: tuple[type[Change], type[Change], type[Change]] = (Mutation, Deletion, Expiration)
 NOOP = UPR.opcode(Noop)  # DCP has the same
+FEW = 64 << 10  # bytes that are copied at most, to save a copy of what arrives behind them
 _NO_STREAMS = array("Q")  # seqnos are read with the changes
 
 
 class StreamFramer(Framer):
     """The receiving end of one stream connection."""
 
-    __slots__ = ("_streamed",)
+    __slots__ = ("_moved", "_streamed")
 
     def __init__(self) -> None:
         super().__init__()
         self._streamed = 0
+        self._moved = 0
+
+    @property
+    def rest(self) -> bytes:
+        """The kept bytes, if they are few: a driver may write what arrives next behind a copy of them."""
+        return self._parts[0] if len(self._parts) == 1 and self.size <= FEW else b""
+
+    def move_rest(self, rest: bytes) -> None:
+        """A driver has written `rest` in front of the bytes that it passes on next."""
+        if rest:
+            self.clear()
+            self._moved = len(rest)
+
+    def take_moved(self) -> int:
+        """How many of the bytes that were passed on were kept here before."""
+        moved, self._moved = self._moved, 0
+        return moved
 
     def streamed(self, size: int) -> None:
         """Bytes of streams, which the flow-control window counts."""

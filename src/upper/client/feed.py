@@ -233,12 +233,16 @@ class Feed(Generic[T]):
 
     def _receive(self, node: NodeAddress) -> None:
         """The bytes that have arrived, up to `gather` of them."""
+        followed = self._follower.connections.get(node)
+        rest = b"" if followed is None else followed.frames.rest
         try:
-            data, closed = self._connections[node].gather(self._gather)
+            data, closed = self._connections[node].gather(self._gather, rest)
         except OSError as error:
             self._lost(node, error)
             return
         if data:
+            if followed is not None:
+                followed.frames.move_rest(rest)
             self._arrived.append((node, data))
         elif closed:
             self._lost(node, ConnectionResetError("the node closed the connection"))

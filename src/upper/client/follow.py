@@ -324,9 +324,10 @@ class Follower:
             yield from events
 
     def count(self, connection: StreamConnection, data: bytes, now: float) -> None:
+        size = len(data) - connection.frames.take_moved()
         connection.active_at = now
-        connection.received += len(data)
-        self.bytes_received += len(data)
+        connection.received += size
+        self.bytes_received += size
 
     def _without_copy(self, partition: Partition, now: float) -> None:
         if partition not in self._unserved:

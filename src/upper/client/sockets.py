@@ -206,27 +206,28 @@ class NodeConnection:
         except _LATER:
             return 0
 
-    def gather(self, most: int) -> tuple[bytes, bool]:
-        """The bytes that have arrived, about `most` at most; if none have, whether the node has closed.
+    def gather(self, most: int, rest: bytes) -> tuple[bytes, bool]:
+        """The bytes that have arrived, behind `rest`, about `most` at most.
 
-        An error of the socket is raised if nothing came before it.
+        If none have: nothing, and whether the node has closed. An error of the socket is raised if nothing
+        came before it.
         """
         if self.fd >= 0:
-            return kernel.receive(self.fd, most)
-        parts: list[bytes] = []
-        size = 0
+            return kernel.receive(self.fd, most, rest)
+        parts, size, closed = [rest], 0, False
         while size < most:
             try:
                 data = self.receive(most)
             except OSError:
-                if parts:
+                if size:
                     break
                 raise
             if not data:
-                return b"".join(parts), data is not None and not parts
+                closed = data is not None
+                break
             parts.append(data)
             size += len(data)
-        return b"".join(parts), False
+        return (b"".join(parts), False) if size else (b"", closed)
 
     def receive(self, most: int = READ) -> bytes | None:
         """The bytes that have arrived: None for none, empty when the node has closed."""

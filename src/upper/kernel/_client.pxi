@@ -234,10 +234,10 @@ def answers(data, type kind not None):
     return at, found
 
 
-def receive(int fd, Py_ssize_t most):
+def receive(int fd, Py_ssize_t most, bytes rest not None=b""):
     cdef PyObject *made = NULL
     cdef uint8_t *to
-    cdef Py_ssize_t size = 0, room = 0, arrived, got = 1
+    cdef Py_ssize_t size = 0, room = 0, arrived, got = 1, kept = PyBytes_GET_SIZE(rest)
     cdef int error = 0
     if most <= 0:
         raise ValueError(f"{most} bytes cannot be received")
@@ -250,10 +250,11 @@ def receive(int fd, Py_ssize_t most):
                 # What is left over is given back at the end, so a large piece gets its whole room at once.
                 room = most if size or arrived >= MANY else min(most, max(arrived, 4096))
                 if made == NULL:
-                    made = new_bytes(NULL, room)
+                    made = new_bytes(NULL, kept + room)
+                    memcpy(bytes_in(made), chars(rest), kept)
                 else:
-                    resize_bytes(&made, room)
-            to = bytes_in(made) + size
+                    resize_bytes(&made, kept + room)
+            to = bytes_in(made) + kept + size
             with nogil:
                 got = recv(fd, to, room - size, MSG_DONTWAIT)
                 error = errno if got < 0 else 0
@@ -265,7 +266,7 @@ def receive(int fd, Py_ssize_t most):
             size += got
         if error and error != EAGAIN and size == 0:
             raise OSError(error, os.strerror(error))
-        resize_bytes(&made, size)
+        resize_bytes(&made, kept + size if size else 0)
         return <object> made, size == 0 and got == 0
     finally:
         Py_XDECREF(made)

@@ -26,24 +26,34 @@ cdef object space(Py_ssize_t size, void **where):
     return made
 
 
-cdef inline Py_ssize_t value_length(const uint8_t *p, const uint8_t *past, const uint8_t *value, bint dcp) noexcept:
-    """The length of the value of a mutation. In DCP metadata may follow it; negative if the packet is malformed."""
-    return past - value - (get16(p + AT_DCP_META) if dcp else 0)
-
-
-cdef void fill(
-    const uint8_t *p, const uint8_t *end, const uint64_t *branches, bint dcp, Buffers *to
-) noexcept:
-    """Write every change between `p` and `end` to the columns; they were counted and checked before."""
-    cdef Py_ssize_t row = 0, size, klen, vlen
+cdef int fill(
+    const uint8_t *base, Py_ssize_t at, Py_ssize_t end, const uint64_t *branches, Py_ssize_t count, bint dcp,
+    const Room *room, Buffers *to,
+) except -1:
+    """Write every change to the columns. They have room for changes of exactly these sizes, or it is an error."""
+    cdef Py_ssize_t row = 0, past, klen
     cdef int32_t names = 0, keys = 0, values = 0
-    cdef int width, opcode
+    cdef int width, opcode = 0
+    cdef const uint8_t *p
     cdef const uint8_t *key
+    cdef Room used
+    memset(&used, 0, sizeof(used))
     to.name_ends[0] = to.key_ends[0] = to.value_ends[0] = 0
-    while p < end:
-        size = HEADER_SIZE + <Py_ssize_t> get32(p + AT_BODY)
-        opcode = p[AT_OPCODE] - dcp
-        if p[0] == REQUEST and MUTATION <= opcode <= EXPIRATION:
+    while True:
+        past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
+        if past == 0:
+            break
+        p = base + at
+        if opcode >= 0:
+            if get16(p + AT_PARTITION) >= count:
+                raise packets.no_branch(get16(p + AT_PARTITION), count, at)
+            if not measure(&used, p, base + past, opcode, dcp):
+                raise packets.truncated(at)
+            if (
+                used.rows > room.rows or used.keys > room.keys or used.values > room.values
+                or used.nulls > room.nulls or used.expirations > room.expirations
+            ):
+                raise packets.other_sizes()
             klen = get16(p + AT_KEY_LENGTH)
             key = p + HEADER_SIZE + p[AT_EXTRAS_LENGTH]
             to.partition[row] = get16(p + AT_PARTITION)
@@ -57,9 +67,8 @@ cdef void fill(
                 to.flags[row] = get32(p + AT_FLAGS)
                 to.expiration[row] = get32(p + AT_EXPIRATION)
                 to.lock_time[row] = get32(p + AT_LOCK_TIME)
-                vlen = value_length(p, p + size, key + klen, dcp)
-                memcpy(to.values + values, key + klen, vlen)
-                values += <int32_t> vlen
+                memcpy(to.values + values, key + klen, <int32_t> used.values - values)
+                values = <int32_t> used.values
                 if to.validity != NULL:
                     to.validity[row >> 3] |= 1 << (row & 7)
             else:
@@ -73,19 +82,39 @@ cdef void fill(
             names += width
             row += 1
             to.name_ends[row], to.key_ends[row], to.value_ends[row] = names, keys, values
-        p += size
+        at = past
+    if at != end:
+        raise packets.truncated(at)
+    if memcmp(&used, room, sizeof(used)):
+        raise packets.other_sizes()
+    return 0
 
 cdef const char *OPERATION[3]
 OPERATION[0], OPERATION[1], OPERATION[2] = b"mutation", b"deletion", b"expiration"
 
 
-def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False):
+cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, bint dcp, Room *sizes) except -1:
+    cdef Py_ssize_t past
+    cdef int opcode = 0
+    memset(sizes, 0, sizeof(sizes[0]))
+    while True:
+        past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
+        if past == 0:
+            break
+        if opcode >= 0 and not measure(sizes, base + at, base + past, opcode, dcp):
+            raise packets.truncated(at)
+        at = past
+    if at != end:
+        raise packets.truncated(at)
+    return 0
+
+
+def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Sizes sizes=None):
     cdef Py_buffer view, known
     cdef Buffers to
     cdef const uint8_t *base
-    cdef Py_ssize_t at, past, rows = 0, keys = 0, values = 0, names = 0, count, klen, vlen
-    cdef int opcode = 0
-    cdef bint nulls = False
+    cdef Py_ssize_t rows, count
+    cdef Room room
     cdef dict made
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
@@ -93,43 +122,25 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False)
         numbers(branches, &known, PyBUF_SIMPLE)
         try:
             base, count = <const uint8_t *> view.buf, known.len // 8
-            # Count and check first: the sizes allocated below are the counted ones.
-            at = start
-            while True:
-                past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
-                if past == 0:
-                    break
-                if opcode >= 0:
-                    if get16(base + at + AT_PARTITION) >= count:
-                        raise packets.no_branch(get16(base + at + AT_PARTITION), count, at)
-                    klen = get16(base + at + AT_KEY_LENGTH)
-                    rows += 1
-                    keys += klen
-                    names += 10 if opcode == EXPIRATION else 8
-                    if opcode == MUTATION:
-                        vlen = value_length(
-                            base + at, base + past, base + at + HEADER_SIZE + base[at + AT_EXTRAS_LENGTH] + klen, dcp
-                        )
-                        if vlen < 0:
-                            raise packets.truncated(at)
-                        values += vlen
-                    else:
-                        nulls = True
-                at = past
-            if at != end:
-                raise packets.truncated(at)
+            if sizes is None:
+                measure_all(base, start, end, dcp, &room)
+            else:
+                room = sizes.room
+                if max(room.rows, room.keys, room.values) > <uint64_t> (end - start):
+                    raise packets.other_sizes()
+            rows = room.rows
             made = {
                 "partition": (None, space(4 * rows, <void **> &to.partition)),
                 "seqno": (None, space(8 * rows, <void **> &to.seqno)),
                 "branch": (None, space(8 * rows, <void **> &to.branch)),
                 "operation": (
-                    None, space(4 * rows + 4, <void **> &to.name_ends), space(names, <void **> &to.names)
+                    None, space(4 * rows + 4, <void **> &to.name_ends), space(name_bytes(&room), <void **> &to.names)
                 ),
-                "key": (None, space(4 * rows + 4, <void **> &to.key_ends), space(keys, <void **> &to.keys)),
+                "key": (None, space(4 * rows + 4, <void **> &to.key_ends), space(room.keys, <void **> &to.keys)),
                 "value": (
-                    space((rows + 7) // 8, <void **> &to.validity) if nulls else None,
+                    space((rows + 7) // 8, <void **> &to.validity) if room.nulls else None,
                     space(4 * rows + 4, <void **> &to.value_ends),
-                    space(values, <void **> &to.values),
+                    space(room.values, <void **> &to.values),
                 ),
                 "revision": (None, space(8 * rows, <void **> &to.revision)),
                 "cas": (None, space(8 * rows, <void **> &to.cas)),
@@ -139,11 +150,11 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False)
                 "changed_at": (None, space(8 * rows, <void **> &to.changed_at)),
                 "data_type": (None, space(4 * rows, <void **> &to.data_type)),
             }
-            if nulls:
+            if room.nulls:
                 memset(to.validity, 0, (rows + 7) // 8)
             else:
                 to.validity = NULL
-            fill(base + start, base + end, <const uint64_t *> known.buf, dcp, &to)
+            fill(base, start, end, <const uint64_t *> known.buf, count, dcp, &room, &to)
         finally:
             PyBuffer_Release(&known)
     finally:
@@ -151,8 +162,8 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False)
     return rows, made
 
 
-def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False):
-    return arrow.batch(*columns(data, start, end, branches, dcp=dcp))
+def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Sizes sizes=None):
+    return arrow.batch(*columns(data, start, end, branches, dcp=dcp, sizes=sizes))
 
 
 def attributed(data, Py_ssize_t start, Py_ssize_t end):

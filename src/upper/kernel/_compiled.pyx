@@ -149,14 +149,50 @@ cdef Py_ssize_t packet(
     return at + HEADER_SIZE + total if total <= end - at - HEADER_SIZE else 0
 
 
-def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *, bint dcp=False):
+cdef inline Py_ssize_t value_length(const uint8_t *p, const uint8_t *past, const uint8_t *value, bint dcp) noexcept:
+    """The length of the value of a mutation. In DCP metadata may follow it; negative if the packet is malformed."""
+    return past - value - (get16(p + AT_DCP_META) if dcp else 0)
+
+
+cdef struct Room:  # how many changes there are, and the bytes of their columns
+    uint64_t rows, keys, values, nulls, expirations
+
+
+cdef inline int measure(Room *sizes, const uint8_t *p, const uint8_t *past, int opcode, bint dcp) noexcept:
+    """Add one change to the sizes. False if it is malformed."""
+    cdef Py_ssize_t klen = get16(p + AT_KEY_LENGTH), vlen
+    sizes.rows += 1
+    sizes.keys += klen
+    if opcode == MUTATION:
+        vlen = value_length(p, past, p + HEADER_SIZE + p[AT_EXTRAS_LENGTH] + klen, dcp)
+        if vlen < 0:
+            return False
+        sizes.values += vlen
+    else:
+        sizes.nulls += 1
+        sizes.expirations += opcode == EXPIRATION
+    return True
+
+
+cdef inline uint64_t name_bytes(const Room *sizes) noexcept:
+    return 8 * sizes.rows + 2 * sizes.expirations
+
+
+cdef class Sizes:
+    """`plain_scan.Sizes`."""
+    cdef Room room
+
+
+def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *, bint dcp=False, Sizes sizes=None):
     cdef Py_buffer view, slots
     cdef const uint8_t *base
     cdef uint64_t *last
-    cdef Py_ssize_t at, past, changes = 0, count
+    cdef Py_ssize_t at, past, count
     cdef int opcode = 0
     cdef uint32_t opaque
+    cdef Room found
     cdef list others = []
+    memset(&found, 0, sizeof(found))
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         within(start, view.len, view.len)
@@ -171,7 +207,7 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *,
                 if opcode < 0:
                     others.append(at)
                 else:
-                    changes += 1
+                    measure(&found, base + at, base + past, opcode, dcp)
                     opaque = get32(base + at + AT_OPAQUE)
                     if opaque < count:
                         last[opaque] = get64(base + at + AT_SEQNO)
@@ -180,7 +216,9 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *,
             PyBuffer_Release(&slots)
     finally:
         PyBuffer_Release(&view)
-    return at, changes, others
+    if sizes is not None:
+        sizes.room = found
+    return at, found.rows, others
 
 
 def records(data, Py_ssize_t start, Py_ssize_t end, *, bint dcp=False):

@@ -147,28 +147,30 @@ def _bare(data: bytes, end: int) -> bool:
     return not any(any(data[at:end:HEADER_SIZE]) for at in (2, 3, 4, 5, 8, 9, 10, 11))
 
 
-def receive(fd: int, most: int) -> tuple[bytes, bool]:
+def receive(fd: int, most: int, rest: bytes = b"") -> tuple[bytes, bool]:
     """The bytes that have arrived at a socket that does not block, and whether its peer has closed it.
 
-    There are `most` of them at most. The end, or an error of the socket, is reported if nothing is before it.
+    There are `most` of them at most, behind those of `rest`, if any have arrived. The end, or an error of the
+    socket, is reported if nothing is before it.
     """
     if most <= 0:
         raise ValueError(f"{most} bytes cannot be received")
-    parts: list[bytes] = []
-    while most > 0:
+    parts = [rest]
+    closed = False
+    while most > 0 and not closed:
         try:
             part = os.read(fd, min(most, READ))
         except BlockingIOError:
             break
         except OSError:
-            if parts:
+            if len(parts) > 1:
                 break
             raise
-        if not part:
-            return b"".join(parts), not parts
-        parts.append(part)
-        most -= len(part)
-    return b"".join(parts), False
+        if part:
+            parts.append(part)
+            most -= len(part)
+        closed = not part
+    return (b"".join(parts), False) if len(parts) > 1 else (b"", closed)
 
 
 class LiveConnection(Protocol):
