@@ -26,6 +26,17 @@ cdef object space(Py_ssize_t size, void **where):
     return made
 
 
+cdef inline int check_change(
+    Room *sizes, const uint8_t *base, Py_ssize_t at, Py_ssize_t past, int opcode, Py_ssize_t count, bint dcp
+) except -1:
+    """Add a change to the sizes, if its partition is known and its metadata fit."""
+    if get16(base + at + AT_PARTITION) >= count:
+        raise packets.no_branch(get16(base + at + AT_PARTITION), count, at)
+    if not measure(sizes, base + at, base + past, opcode, dcp):
+        raise packets.truncated(at)
+    return 0
+
+
 cdef int fill(
     const uint8_t *base, Py_ssize_t at, Py_ssize_t end, const uint64_t *branches, Py_ssize_t count, bint dcp,
     const Room *room, Buffers *to,
@@ -45,10 +56,7 @@ cdef int fill(
             break
         p = base + at
         if opcode >= 0:
-            if get16(p + AT_PARTITION) >= count:
-                raise packets.no_branch(get16(p + AT_PARTITION), count, at)
-            if not measure(&used, p, base + past, opcode, dcp):
-                raise packets.truncated(at)
+            check_change(&used, base, at, past, opcode, count, dcp)
             if (
                 used.rows > room.rows or used.keys > room.keys or used.values > room.values
                 or used.nulls > room.nulls or used.expirations > room.expirations
@@ -93,7 +101,8 @@ cdef const char *OPERATION[3]
 OPERATION[0], OPERATION[1], OPERATION[2] = b"mutation", b"deletion", b"expiration"
 
 
-cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, bint dcp, Room *sizes) except -1:
+cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, Py_ssize_t count, bint dcp, Room *sizes) except -1:
+    """Check and count first: exactly what is found is allocated."""
     cdef Py_ssize_t past
     cdef int opcode = 0
     memset(sizes, 0, sizeof(sizes[0]))
@@ -101,8 +110,8 @@ cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, bint dc
         past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
         if past == 0:
             break
-        if opcode >= 0 and not measure(sizes, base + at, base + past, opcode, dcp):
-            raise packets.truncated(at)
+        if opcode >= 0:
+            check_change(sizes, base, at, past, opcode, count, dcp)
         at = past
     if at != end:
         raise packets.truncated(at)
@@ -123,7 +132,7 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False,
         try:
             base, count = <const uint8_t *> view.buf, known.len // 8
             if sizes is None:
-                measure_all(base, start, end, dcp, &room)
+                measure_all(base, start, end, count, dcp, &room)
             else:
                 room = sizes.room
                 if max(room.rows, room.keys, room.values) > <uint64_t> (end - start):
