@@ -87,23 +87,35 @@ def test_the_schema_is_the_one_that_spark_takes(kernel: ModuleType) -> None:
     assert all(field.nullable for field in batch.schema)
 
 
-@given(
-    parts=st.lists(changes() | other_packets(), max_size=20),
-    other=st.lists(changes() | other_packets(), max_size=20),
-)
-def test_columns_whose_sizes_a_scan_has_found_are_the_same_and_those_of_other_bytes_are_refused(
-    kernel: ModuleType, parts: list[bytes], other: list[bytes]
+packets = st.lists(changes() | dcp_changes() | other_packets(), max_size=20)
+
+
+@given(parts=packets, others=packets, cut=st.integers(0, 20), known=st.integers(0, 4), dcp=st.booleans())
+def test_what_a_scan_has_found_changes_nothing_of_the_columns_not_even_of_other_bytes(
+    kernel: ModuleType, parts: list[bytes], others: list[bytes], cut: int, known: int, dcp: bool
 ) -> None:
-    branches, sizes, others = numbers(1, 2, 3, 4), kernel.Sizes(), kernel.Sizes()
-    data = b"".join(parts)
-    assert kernel.scan(data, 0, numbers(), sizes=sizes)[0] == len(data)
-    kernel.scan(b"".join(other), 0, numbers(), sizes=others)
-    found = kernel.columns(data, 0, len(data), branches)
-    assert kernel.columns(data, 0, len(data), branches, sizes=sizes) == found
-    for wrong in (others, kernel.Sizes()):
-        with suppress(ValueError):
-            made = kernel.columns(data, 0, len(data), branches, sizes=wrong)
-            assert made == found, "as many rows, and as many bytes in each column"
+    data, other = b"".join(parts), b"".join(others)
+    scanned = [kernel.Scanned() for _ in range(4)]
+    for found, scanned_data, kind in (
+        (scanned[1], data, dcp),
+        (scanned[2], other, dcp),
+        (scanned[3], data, not dcp),
+    ):
+        with suppress(RemoteProtocolError):
+            kernel.scan(scanned_data, 0, numbers(), dcp=kind, scanned=found)
+
+    def made(data: bytes, start: int, **options: object) -> object:
+        try:
+            return kernel.columns(data, start, len(data), numbers(1, 2, 3, 4)[:known], dcp=dcp, **options)
+        except RemoteProtocolError as error:
+            return str(error), error.at
+
+    start = len(b"".join(parts[:cut]))
+    for one in scanned:
+        assert made(data, 0, scanned=one) == made(data, 0)
+        assert made(data, start, scanned=one) == made(data, start)
+        assert made(other, 0, scanned=one) == made(other, 0)
+        assert made(bytes(bytearray(data)), 0, scanned=one) == made(data, 0)
 
 
 @given(parts=st.lists(changes() | other_packets(), max_size=20), padding=st.integers(0, 3))
@@ -146,9 +158,12 @@ def test_the_columns_of_dcp_are_those_of_the_records_that_it_carries(
 def test_metadata_that_is_longer_than_its_change_is_refused(kernel: ModuleType) -> None:
     good = packet(0x57, extras=bytes(31), key=b"a", value=b"1")
     bad = packet(0x57, extras=bytes(28) + b"\0\2" + bytes(1), key=b"a", value=b"1")
-    with pytest.raises(Truncated) as refusal:
-        kernel.to_arrow(good + bad, 0, len(good + bad), numbers(7), dcp=True)
-    assert refusal.value.at == len(good)
+    data, scanned = good + bad, kernel.Scanned()
+    kernel.scan(data, 0, numbers(), dcp=True, scanned=scanned)
+    for options in ({}, {"scanned": scanned}):
+        with pytest.raises(Truncated) as refusal:
+            kernel.to_arrow(data, 0, len(data), numbers(7), dcp=True, **options)
+        assert refusal.value.at == len(good)
     with pytest.raises(Truncated) as refusal:
         kernel.attributed(good + bad, 0, len(good + bad) - 1)
     assert refusal.value.at == len(good)

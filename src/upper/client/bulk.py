@@ -117,9 +117,8 @@ class ColumnDecoder:
             yield from self._typed(node, connection, data, now)
             return
         data = connection.frames.feed(data)
-        sizes = kernel.Sizes()
-        end, _, others = kernel.scan(data, 0, self._seqnos, dcp=self._shipped, sizes=sizes)
-        scanned = end
+        scanned = kernel.Scanned()
+        end, _, others = kernel.scan(data, 0, self._seqnos, dcp=self._shipped, scanned=scanned)
         self.delivered_all = False
         by_parts = self._by_parts(data, others)
         if by_parts:
@@ -172,8 +171,7 @@ class ColumnDecoder:
             connection.frames.keep(data, end)
         self._move_inside()  # the position to resume from, should the connection end here
         if end > start:
-            whole = start == 0 and end == scanned
-            yield from self._decoded(data, start, end, sizes if whole else None)
+            yield from self._decoded(data, start, end, scanned)
         self.delivered_all = True
 
     def _by_parts(self, data: bytes, others: list[int]) -> bool:
@@ -236,9 +234,9 @@ class ColumnDecoder:
         return pa.RecordBatch.from_arrays(arrays, schema=change_schema())
 
     def _decoded(
-        self, data: bytes, start: int, end: int, sizes: kernel.Sizes | None = None
+        self, data: bytes, start: int, end: int, scanned: kernel.Scanned | None = None
     ) -> Iterator[pyarrow.RecordBatch]:
-        batch = kernel.to_arrow(data, start, end, self._branches, dcp=self._shipped, sizes=sizes)
+        batch = kernel.to_arrow(data, start, end, self._branches, dcp=self._shipped, scanned=scanned)
         if self._shipped and (found := kernel.attributed(data, start, end)):
             batch = self._with_attributes(batch, data, found)
         if batch.num_rows:

@@ -26,42 +26,19 @@ cdef object space(Py_ssize_t size, void **where):
     return made
 
 
-cdef inline int check_change(
-    Room *sizes, const uint8_t *base, Py_ssize_t at, Py_ssize_t past, int opcode, Py_ssize_t count, bint dcp
-) except -1:
-    """Add a change to the sizes, if its partition is known and its metadata fit."""
-    if get16(base + at + AT_PARTITION) >= count:
-        raise packets.no_branch(get16(base + at + AT_PARTITION), count, at)
-    if not measure(sizes, base + at, base + past, opcode, dcp):
-        raise packets.truncated(at)
-    return 0
-
-
-cdef int fill(
-    const uint8_t *base, Py_ssize_t at, Py_ssize_t end, const uint64_t *branches, Py_ssize_t count, bint dcp,
-    const Room *room, Buffers *to,
-) except -1:
-    """Write every change to the columns. They have room for changes of exactly these sizes, or it is an error."""
-    cdef Py_ssize_t row = 0, past, klen
+cdef void fill(
+    const uint8_t *p, const uint8_t *end, const uint64_t *branches, bint dcp, Buffers *to
+) noexcept:
+    """Write every change between `p` and `end` to the columns; they were counted and checked before."""
+    cdef Py_ssize_t row = 0, size, klen, vlen
     cdef int32_t names = 0, keys = 0, values = 0
-    cdef int width, opcode = 0
-    cdef const uint8_t *p
+    cdef int width, opcode
     cdef const uint8_t *key
-    cdef Room used
-    memset(&used, 0, sizeof(used))
     to.name_ends[0] = to.key_ends[0] = to.value_ends[0] = 0
-    while True:
-        past = packet(base, at, end, MAX_RANGE, dcp, &opcode)
-        if past == 0:
-            break
-        p = base + at
-        if opcode >= 0:
-            check_change(&used, base, at, past, opcode, count, dcp)
-            if (
-                used.rows > room.rows or used.keys > room.keys or used.values > room.values
-                or used.nulls > room.nulls or used.expirations > room.expirations
-            ):
-                raise packets.other_sizes()
+    while p < end:
+        size = HEADER_SIZE + <Py_ssize_t> get32(p + AT_BODY)
+        opcode = p[AT_OPCODE] - dcp
+        if p[0] == REQUEST and MUTATION <= opcode <= EXPIRATION:
             klen = get16(p + AT_KEY_LENGTH)
             key = p + HEADER_SIZE + p[AT_EXTRAS_LENGTH]
             to.partition[row] = get16(p + AT_PARTITION)
@@ -75,8 +52,9 @@ cdef int fill(
                 to.flags[row] = get32(p + AT_FLAGS)
                 to.expiration[row] = get32(p + AT_EXPIRATION)
                 to.lock_time[row] = get32(p + AT_LOCK_TIME)
-                memcpy(to.values + values, key + klen, <int32_t> used.values - values)
-                values = <int32_t> used.values
+                vlen = value_length(p, p + size, key + klen, dcp)
+                memcpy(to.values + values, key + klen, vlen)
+                values += <int32_t> vlen
                 if to.validity != NULL:
                     to.validity[row >> 3] |= 1 << (row & 7)
             else:
@@ -90,20 +68,17 @@ cdef int fill(
             names += width
             row += 1
             to.name_ends[row], to.key_ends[row], to.value_ends[row] = names, keys, values
-        at = past
-    if at != end:
-        raise packets.truncated(at)
-    if memcmp(&used, room, sizeof(used)):
-        raise packets.other_sizes()
-    return 0
+        p += size
 
 cdef const char *OPERATION[3]
 OPERATION[0], OPERATION[1], OPERATION[2] = b"mutation", b"deletion", b"expiration"
 
 
-cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, Py_ssize_t count, bint dcp, Room *sizes) except -1:
-    """Check and count first: exactly what is found is allocated."""
-    cdef Py_ssize_t past
+cdef int measure_all(
+    const uint8_t *base, Py_ssize_t start, Py_ssize_t end, Py_ssize_t count, bint dcp, ColumnSizes *sizes
+) except -1:
+    """Check and count every change; `count` partitions are known."""
+    cdef Py_ssize_t at = start, past
     cdef int opcode = 0
     memset(sizes, 0, sizeof(sizes[0]))
     while True:
@@ -111,19 +86,23 @@ cdef int measure_all(const uint8_t *base, Py_ssize_t at, Py_ssize_t end, Py_ssiz
         if past == 0:
             break
         if opcode >= 0:
-            check_change(sizes, base, at, past, opcode, count, dcp)
+            if get16(base + at + AT_PARTITION) >= count:
+                raise packets.no_branch(get16(base + at + AT_PARTITION), count, at)
+            measure(sizes, base + at, base + past, opcode, dcp)
+            if sizes.malformed:
+                raise packets.truncated(at)
         at = past
     if at != end:
         raise packets.truncated(at)
     return 0
 
 
-def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Sizes sizes=None):
+def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Scanned scanned=None):
     cdef Py_buffer view, known
     cdef Buffers to
     cdef const uint8_t *base
+    cdef ColumnSizes sizes
     cdef Py_ssize_t rows, count
-    cdef Room room
     cdef dict made
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
@@ -131,25 +110,24 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False,
         numbers(branches, &known, PyBUF_SIMPLE)
         try:
             base, count = <const uint8_t *> view.buf, known.len // 8
-            if sizes is None:
-                measure_all(base, start, end, count, dcp, &room)
+            # Checked and counted first: what is allocated below has the counted size.
+            if scanned is not None and scanned.holds(data, start, end, count, dcp):
+                sizes = scanned.sizes
             else:
-                room = sizes.room
-                if max(room.rows, room.keys, room.values) > <uint64_t> (end - start):
-                    raise packets.other_sizes()
-            rows = room.rows
+                measure_all(base, start, end, count, dcp, &sizes)
+            rows = sizes.rows
             made = {
                 "partition": (None, space(4 * rows, <void **> &to.partition)),
                 "seqno": (None, space(8 * rows, <void **> &to.seqno)),
                 "branch": (None, space(8 * rows, <void **> &to.branch)),
                 "operation": (
-                    None, space(4 * rows + 4, <void **> &to.name_ends), space(name_bytes(&room), <void **> &to.names)
+                    None, space(4 * rows + 4, <void **> &to.name_ends), space(8 * rows + 2 * sizes.expirations, <void **> &to.names)
                 ),
-                "key": (None, space(4 * rows + 4, <void **> &to.key_ends), space(room.keys, <void **> &to.keys)),
+                "key": (None, space(4 * rows + 4, <void **> &to.key_ends), space(sizes.keys, <void **> &to.keys)),
                 "value": (
-                    space((rows + 7) // 8, <void **> &to.validity) if room.nulls else None,
+                    space((rows + 7) // 8, <void **> &to.validity) if sizes.nulls else None,
                     space(4 * rows + 4, <void **> &to.value_ends),
-                    space(room.values, <void **> &to.values),
+                    space(sizes.values, <void **> &to.values),
                 ),
                 "revision": (None, space(8 * rows, <void **> &to.revision)),
                 "cas": (None, space(8 * rows, <void **> &to.cas)),
@@ -159,11 +137,11 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False,
                 "changed_at": (None, space(8 * rows, <void **> &to.changed_at)),
                 "data_type": (None, space(4 * rows, <void **> &to.data_type)),
             }
-            if room.nulls:
+            if sizes.nulls:
                 memset(to.validity, 0, (rows + 7) // 8)
             else:
                 to.validity = NULL
-            fill(base, start, end, <const uint64_t *> known.buf, count, dcp, &room, &to)
+            fill(base + start, base + end, <const uint64_t *> known.buf, dcp, &to)
         finally:
             PyBuffer_Release(&known)
     finally:
@@ -171,8 +149,8 @@ def columns(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False,
     return rows, made
 
 
-def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Sizes sizes=None):
-    return arrow.batch(*columns(data, start, end, branches, dcp=dcp, sizes=sizes))
+def to_arrow(data, Py_ssize_t start, Py_ssize_t end, branches, *, bint dcp=False, Scanned scanned=None):
+    return arrow.batch(*columns(data, start, end, branches, dcp=dcp, scanned=scanned))
 
 
 def attributed(data, Py_ssize_t start, Py_ssize_t end):

@@ -7,7 +7,7 @@ from upper.kernel.plain import Log as Log
 from upper.kernel.plain import RecordMap as RecordMap
 from upper.kernel.plain import RecordView as RecordView
 from upper.kernel.plain import RunOptions as RunOptions
-from upper.kernel.plain import Sizes as Sizes
+from upper.kernel.plain import Scanned as Scanned
 from upper.kernel.plain import StreamForm as StreamForm
 from upper.kernel.plain import Table as Table
 from upper.kernel.plain import TailProgress as TailProgress

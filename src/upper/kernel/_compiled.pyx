@@ -154,43 +154,49 @@ cdef inline Py_ssize_t value_length(const uint8_t *p, const uint8_t *past, const
     return past - value - (get16(p + AT_DCP_META) if dcp else 0)
 
 
-cdef struct Room:  # how many changes there are, and the bytes of their columns
-    uint64_t rows, keys, values, nulls, expirations
+cdef struct ColumnSizes:  # how many changes there are, and the bytes of their columns
+    Py_ssize_t rows, keys, values, nulls, expirations, partitions
+    bint malformed
 
 
-cdef inline int measure(Room *sizes, const uint8_t *p, const uint8_t *past, int opcode, bint dcp) noexcept:
-    """Add one change to the sizes. False if it is malformed."""
+cdef inline void measure(ColumnSizes *sizes, const uint8_t *p, const uint8_t *past, int opcode, bint dcp) noexcept:
+    """Add one change."""
     cdef Py_ssize_t klen = get16(p + AT_KEY_LENGTH), vlen
     sizes.rows += 1
     sizes.keys += klen
+    sizes.partitions = max(sizes.partitions, get16(p + AT_PARTITION) + 1)
     if opcode == MUTATION:
         vlen = value_length(p, past, p + HEADER_SIZE + p[AT_EXTRAS_LENGTH] + klen, dcp)
-        if vlen < 0:
-            return False
+        sizes.malformed |= vlen < 0
         sizes.values += vlen
     else:
         sizes.nulls += 1
         sizes.expirations += opcode == EXPIRATION
-    return True
 
 
-cdef inline uint64_t name_bytes(const Room *sizes) noexcept:
-    return 8 * sizes.rows + 2 * sizes.expirations
+cdef class Scanned:
+    """`plain_scan.Scanned`. It refers to the bytes that were scanned, which cannot change."""
+    cdef bytes data
+    cdef Py_ssize_t start, end
+    cdef bint dcp
+    cdef ColumnSizes sizes
+
+    cdef bint holds(self, data, Py_ssize_t start, Py_ssize_t end, Py_ssize_t count, bint dcp) noexcept:
+        """Whether it describes this range, and every change in it is sound."""
+        return (
+            self.data is data and data is not None and self.start == start and self.end == end and self.dcp == dcp
+            and not self.sizes.malformed and self.sizes.partitions <= count
+        )
 
 
-cdef class Sizes:
-    """`plain_scan.Sizes`."""
-    cdef Room room
-
-
-def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *, bint dcp=False, Sizes sizes=None):
+def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *, bint dcp=False, Scanned scanned=None):
     cdef Py_buffer view, slots
     cdef const uint8_t *base
     cdef uint64_t *last
     cdef Py_ssize_t at, past, count
     cdef int opcode = 0
     cdef uint32_t opaque
-    cdef Room found
+    cdef ColumnSizes found
     cdef list others = []
     memset(&found, 0, sizeof(found))
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
@@ -216,8 +222,9 @@ def scan(data, Py_ssize_t start, seqnos, Py_ssize_t max_body=layout.MAX_BODY, *,
             PyBuffer_Release(&slots)
     finally:
         PyBuffer_Release(&view)
-    if sizes is not None:
-        sizes.room = found
+    if scanned is not None:
+        scanned.data = data if type(data) is bytes else None
+        scanned.start, scanned.end, scanned.dcp, scanned.sizes = start, at, dcp, found
     return at, found.rows, others
 
 

@@ -155,10 +155,6 @@ def truncated(at: int) -> Truncated:
     return Truncated("the range ends inside a packet; give whole packets only", at=at)
 
 
-def other_sizes() -> ValueError:
-    return ValueError("these are not the changes that `scan` has counted; give the same bytes")
-
-
 def no_branch(partition: int, count: int, at: int) -> RemoteProtocolError:
     return RemoteProtocolError(f"a change of partition {partition} where only {count} are known", at=at)
 

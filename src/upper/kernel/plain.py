@@ -49,7 +49,7 @@ from upper.kernel.plain_run import reach as reach
 from upper.kernel.plain_run import run as run
 from upper.kernel.plain_run import touched as touched
 from upper.kernel.plain_run import weigh as weigh
-from upper.kernel.plain_scan import Sizes as Sizes
+from upper.kernel.plain_scan import Scanned as Scanned
 from upper.kernel.plain_scan import records as records
 from upper.kernel.plain_scan import scan as scan
 from upper.kernel.plain_tracking import CopyProgress as CopyProgress

@@ -9,7 +9,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from upper.kernel.packets import Buffer, Columns, as_bytes, check_range, flat, no_branch, numbers, within
-from upper.kernel.plain_scan import Sizes, records, whole
+from upper.kernel.plain_scan import Scanned, records, whole
 from upper.record.layout import (
     AT_BODY,
     AT_DATA_TYPE,
@@ -34,13 +34,13 @@ def columns(
     branches: array[int],
     *,
     dcp: bool = False,
-    sizes: Sizes | None = None,
+    scanned: Scanned | None = None,
 ) -> tuple[int, Columns]:
     """The changes between `start` and `end` as (rows, the buffers of each column); other packets are skipped.
 
     The range holds whole packets, as `scan` found them; `branches` is an array("Q"), the branch of each
-    partition; `sizes` is of a `scan` of the same range. Unsigned 64- and 32-bit numbers keep their bits and
-    are read as signed ones.
+    partition; `scanned` may have been filled in by a `scan`. Unsigned 64- and 32-bit numbers keep their bits
+    and are read as signed ones.
     """
     data, start, end = _stored(data, start, end, dcp)
     numbers(branches)
@@ -122,7 +122,7 @@ def to_arrow(
     branches: array[int],
     *,
     dcp: bool = False,
-    sizes: Sizes | None = None,
+    scanned: Scanned | None = None,
 ) -> pyarrow.RecordBatch:
     """The same as a pyarrow.RecordBatch; the schema is `upper.kernel.arrow.schema()`."""
     from upper.kernel import arrow

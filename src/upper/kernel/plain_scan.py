@@ -129,8 +129,11 @@ def whole(data: Buffer, start: int, end: int, dcp: bool = False) -> Iterator[tup
         raise truncated(past)
 
 
-class Sizes:
-    """What `scan` has counted, for `columns`. This kernel counts while it makes them."""
+class Scanned:
+    """What `scan` has found in some bytes. Of the same range of them, `columns` checks and counts nothing.
+
+    Empty in this kernel, which checks and counts while it makes the columns.
+    """
 
     __slots__ = ()
 
@@ -142,7 +145,7 @@ def scan(
     max_body: int = MAX_BODY,
     *,
     dcp: bool = False,
-    sizes: Sizes | None = None,
+    scanned: Scanned | None = None,
 ) -> tuple[int, int, list[int]]:
     """The whole packets of `data` from `start`: where they end, how many are changes, where the others are.
 
@@ -151,8 +154,8 @@ def scan(
     BadLength or TooLarge as soon as its header has arrived; `at` of the error is the packet's offset, so the
     bytes before it are whole packets and can be scanned again.
 
-    `dcp`, here and below: the packets are DCP's instead of UPR's. `sizes`: to pass to `columns` or `to_arrow`
-    with the same packets, which are then not counted again.
+    `dcp`, here and below: the packets are DCP's instead of UPR's. `scanned` is filled in, for
+    `columns` and `to_arrow`.
     """
     data = flat(data)
     within(start, len(data), len(data))
