@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.disks import abandon
+from tests.disks import Watched, abandon
 from tests.storage.conftest import Open
 from upper import kernel
 from upper.errors import NotWritable
@@ -201,6 +202,38 @@ def test_segments_are_prepared_while_the_one_before_is_filled(
         assert [list(store.items.items()) for store in again.partitions] == kept
         assert not again.opening.branched
         assert not list((directory / "journal").glob("*.new"))
+
+
+class SmallDisk(Watched):
+    """A disk of this many bytes, and nothing but the bucket on it."""
+
+    def __init__(self, root: Path, size: int) -> None:
+        self._root, self._size = root, size
+
+    def free(self, path: Path) -> int:
+        return self._size - sum(path.stat().st_size for path in self._root.rglob("*") if path.is_file())
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        grows = os.lseek(fd, 0, os.SEEK_CUR) + len(data) - os.fstat(fd).st_size
+        if grows > self.free(self._root):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(fd, data)
+
+
+def test_zeros_for_the_next_segment_do_not_take_the_room_that_batches_need(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "CHUNK", 4 << 10)
+    settings = StorageSettings(compact=False, segment_size=512 << 10, disk_floor=8 << 20)
+    bucket = BucketStore.open(directory, settings, partitions=4, disk=SmallDisk(directory, 2 << 20))
+    with suppress(NotWritable):
+        while True:
+            write(bucket, *range(40))
+            bucket.commit()
+    assert "No space left" in str(bucket.failed)
+    assert bucket.journal.size > 1.9 * (1 << 20)
+    abandon(bucket)
+    assert not list(check(directory))
 
 
 def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_was_lost(opened: Open) -> None:

@@ -42,6 +42,7 @@ LEAST_ZEROS, MOST_ZEROS = 64 << 10, 1 << 20  # bytes that are written ahead of f
 CHUNK = 64 << 10  # bytes of zeros that the next segment gets at once, or a few times as many
 CHUNKS = 4
 LEAD = 1.25  # how much faster the next segment is filled with zeros than the present one with frames
+SPARE = 16 << 20  # bytes that are free on the disk beside a segment and the zeros of the next one
 LARGE_FRAME = 128 << 10  # bytes of a frame from which on zeros would cost more than they save
 
 
@@ -165,12 +166,17 @@ class Journal:
         return min(max(0, due) // CHUNK, CHUNKS) * CHUNK
 
     def _create_next(self, segment_size: int) -> None:
-        """A file for the next segment, where segments are large enough to have use of it."""
+        """A file for the next segment, where segments are large enough to have use of it.
+
+        Not where the disk is nearly full: its zeros would take the room that frames and packs need.
+        """
+        disk, path = self.files.disk, fresh_name(self.directory / "journal" / "segment")
         if segment_size < CHUNKS * CHUNK:
             return
-        path = fresh_name(self.directory / "journal" / "segment")
         with suppress(OSError):  # without it, the next segment gets its zeros between frames
-            fd = self.files.disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            if disk.free(path.parent) < 2 * segment_size + SPARE:
+                return
+            fd = disk.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             self._next = NextSegment(path, fd)
 
     def _drop_next(self) -> None:
