@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 
 from upper import kernel
 from upper.errors import InvalidArguments
-from upper.model.values import Partition
+from upper.model.values import Epoch, Partition, Seqno
 from upper.record.change import key_of, without_value
+from upper.server.buffers import Answers
 from upper.server.controls import parse_partitions
+from upper.server.durability import MajorityWait
 from upper.server.fanout import Fanout, commit_ranges
 from upper.server.filters import EVERYTHING
 from upper.server.stream_stats import ranges
 from upper.storage import BucketStore, Commit, records
+from upper.wire.codes import Opcode
 
 U16, U32, U64 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 PARTITIONS = U16.map(Partition)
@@ -144,3 +148,21 @@ def test_what_waits_for_a_batch_happens_with_it_and_never_if_it_was_refused(tmp_
         fanout.refused(2)
         fanout.committed(Commit(3, kernel.Log()))
         assert happened == [1, 3]
+
+
+# ── Answers that wait for the disk ────────────────────────────────────────────────────────────────
+
+
+def test_answers_among_majorities_are_released_in_order_and_in_time_that_grows_with_their_size() -> None:
+    held, expected = Answers(4), bytearray()
+    confirmed = MajorityWait(0, None, Epoch(0), Seqno(1), 0.0, Opcode.SET, 1)  # a node that is alone
+    for number in range(5000):
+        plain, durable = number.to_bytes(4, "big") * 1000, number.to_bytes(4, "little") * 6
+        held.hold(1, bytearray(plain))
+        held.hold(1, bytearray(durable), majority=confirmed)
+        expected += plain + durable
+    start = time.process_time()
+    released = held.release(1, float)
+    assert time.process_time() - start < 2
+    assert released == expected
+    assert (held.size, held.answers, held.majorities) == (0, 0, 0)

@@ -93,8 +93,10 @@ class Answers:
             self.size -= size
             if majority is not None:
                 ready += out if majority.met else majority.ambiguous()
+            elif lost is None and not ready:
+                ready = out  # most often there is nothing else, and nothing to copy
             elif lost is None:
-                ready = ready + out if ready else out
+                ready += out
             elif (rest := failures_of(out, requests or (), lost, self._partitions)) is not None:
                 ready += rest
             else:
