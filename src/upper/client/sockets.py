@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 READ = 1 << 20  # bytes read from a socket at once
 SHORT = 1 << 14  # the same for a single response
+RECORD = 1 << 14  # bytes that TLS decrypts at once, at most
 SILENCE, PROBES = 60, 3  # seconds without a byte before the first keepalive probe, and how many probes
 NOT_CONNECTED = (Unreachable, Busy, TemporaryFailure)  # why a connection was not opened; others are final
 _LATER = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -217,7 +218,8 @@ class NodeConnection:
         parts, size, closed = [rest], 0, False
         while size < most:
             try:
-                data = self.receive(most)
+                # One call returns one record, and memory for more is requested from the system each time.
+                data = self.receive(RECORD)
             except OSError:
                 if size:
                     break
