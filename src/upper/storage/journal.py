@@ -95,7 +95,8 @@ class Journal:
     @property
     def zeros(self) -> int:
         """Bytes that are written ahead, in the last segment and in the file of the next one."""
-        ahead = 0 if self._next is None else self._next.size
+        upcoming = self._next  # another thread may take it meanwhile
+        ahead = 0 if upcoming is None else upcoming.size
         return ahead + (max(0, self._prepared - self._end) if self._fd >= 0 else 0)
 
     def append(self, number: int, clock: int, payload: bytes, *, segment_size: int, sync: bool = True) -> int:
