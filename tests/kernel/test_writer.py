@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import select
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,20 @@ def test_a_batch_that_was_finished_does_not_ring_any_more(writer: Writer, waits:
             with pytest.raises(OSError, match="Invalid argument"):  # the device cannot be synced
                 writer.finish()
             assert not rings(writer)
+
+
+def test_the_time_of_a_batch_is_that_of_the_disk_whenever_the_batch_is_collected(
+    writer: Writer, tmp_path: Path
+) -> None:
+    with opened(tmp_path / "log") as fd:
+        began = time.perf_counter()
+        for number in (1, 2):
+            writer.begin(fd, open_frame(number, 1), log(*[RECORD] * 10_000))
+        writer.rest()
+        both = time.perf_counter() - began
+        times = [writer.finish(), writer.finish()]
+    assert all(each > 0 for each in times)
+    assert sum(times) <= both
 
 
 def test_without_a_compiler_there_is_none() -> None:

@@ -21,7 +21,7 @@ from upper.server.node import Node
 from upper.server.settings import ServerSettings
 from upper.storage import BucketStore
 from upper.wire.codes import Opcode
-from upper.wire.packet import HEADER_SIZE, peek
+from upper.wire.packet import peek
 
 REQUESTS = 100  # of each peer, sent at once
 PEERS = 8
@@ -121,11 +121,8 @@ def test_answers_are_in_order_and_complete_however_large_and_however_the_peer_en
             more = peer.recv(1 << 18)
             assert more, f"the node closed after {len(found)} of {len(asked)} answers"
             received += more
-            while (
-                len(received) >= HEADER_SIZE
-                and len(received) >= (head := peek(bytes(received[:HEADER_SIZE]))).size
-            ):
-                found.append((head.opcode, head.opaque, head.total_body))
+            while (head := peek(received)) is not None and len(received) >= head.size:
+                found.append((head.opcode, head.opaque, head.body))
                 del received[: head.size]
         assert [(opcode, number) for opcode, number, _ in found] == [
             (opcode, number) for number, (opcode, _) in enumerate(asked)

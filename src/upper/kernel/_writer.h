@@ -16,6 +16,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 #include "_crc.h"
 
@@ -31,6 +32,7 @@ typedef struct {
     size_t at;    /* offset of the frame in its file */
     int next;     /* the file of the next segment */
     size_t from, ahead; /* where in it, and how many, zeros are written once the batch is on disk */
+    uint64_t took; /* nanoseconds that writing and syncing took */
 } upper_batch;
 
 typedef struct {
@@ -115,6 +117,12 @@ static void upper_write_ahead(const upper_batch *b) {
 #endif
 }
 
+static uint64_t upper_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 static upper_batch *upper_batch_at(upper_writer *w, uint64_t number) { return w->batches + number % UPPER_QUEUE; }
 
 static void *upper_writer_main(void *me) {
@@ -128,7 +136,9 @@ static void *upper_writer_main(void *me) {
         upper_batch *b = upper_batch_at(w, w->written);
         if (w->error == 0) {
             pthread_mutex_unlock(&w->lock);
+            uint64_t began = upper_now();
             int error = upper_write_batch(w, b);
+            b->took = upper_now() - began;
             pthread_mutex_lock(&w->lock);
             w->error = error;
         }
@@ -181,10 +191,11 @@ static int upper_writer_done(upper_writer *w) {
     return done;
 }
 
-/* Take back the oldest batch, which is written; returns its error. */
-static int upper_writer_take_back(upper_writer *w) {
+/* Take back the oldest batch, which is written; returns its error, and how long it took. */
+static int upper_writer_take_back(upper_writer *w, uint64_t *took) {
     pthread_mutex_lock(&w->lock);
     int error = upper_batch_at(w, w->finished)->error;
+    *took = upper_batch_at(w, w->finished)->took;
     w->finished++;
     pthread_mutex_unlock(&w->lock);
     return error;

@@ -41,8 +41,11 @@ class Writer(Protocol):
         """Readable when the first batch is on disk or has failed, until `finish`."""
         ...
 
-    def finish(self) -> None:
-        """Wait for the first batch. An OSError has the reason why it is not on disk."""
+    def finish(self) -> float:
+        """Wait for the first batch. The seconds that writing and syncing it took.
+
+        An OSError has the reason why it is not on disk.
+        """
         ...
 
     def rest(self) -> None:

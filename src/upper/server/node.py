@@ -14,7 +14,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from math import inf
-from time import perf_counter
 
 from upper import kernel
 from upper.errors import NotMyPartition, StorageError, UpperError
@@ -273,8 +272,9 @@ class Node:
 
     # ── Commits ───────────────────────────────────────────────────────────────────────────────────
 
-    def _on_written(self, done: int) -> None:
-        self.timings.disk.add(perf_counter() - self.bucket.writing_since)
+    def _on_written(self, done: int, seconds: float) -> None:
+        if seconds:
+            self.timings.disk.add(seconds)
         self._count_unwritten(min(done, self.committed))
 
     def _count_unwritten(self, done: int) -> None:

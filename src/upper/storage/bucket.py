@@ -93,8 +93,8 @@ class BucketStore:
         self._urgent = False  # something of the open batch must not wait for replicas
         # The seqno up to which the consumers of a partition have seen its deletions; a node replaces it.
         self.seen: Callable[[int], int] = lambda partition: 2**63
-        self.writing_since = 0.0  # when the batch that is being written began, as perf_counter
-        self.on_written: Callable[[int], None] = lambda batch: None  # when it is on disk, or failed
+        # When a batch is on disk, with the seconds that this took; when it failed, with 0.
+        self.on_written: Callable[[int, float], None] = lambda batch, seconds: None
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._writer: JournalWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -309,8 +309,6 @@ class BucketStore:
         )
         self.facts_pending = self._urgent = False
         self.ticket += 1
-        if not self._is_writing:
-            self.writing_since = time.perf_counter()
         if self._writer is not None and not self.closed:
             self._writer.start(batch)
         # Memory is now the state after this batch, so a compaction can begin.
@@ -342,8 +340,7 @@ class BucketStore:
     def _finish_batch(self, outcome: BatchOutcome) -> None:
         """Acknowledge or discard a batch that was written."""
         batch = outcome.batch
-        self.on_written(batch.ticket)
-        self.writing_since = time.perf_counter()  # of the next one, if it is queued
+        self.on_written(batch.ticket, outcome.seconds)
         if outcome.error is not None:
             self._fail([batch, *outcome.behind], outcome.error)
             return

@@ -195,11 +195,14 @@ class Journal:
             os.lseek(self._fd, last.size, os.SEEK_SET)
             self._prepared = last.size
 
-    def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int]:
-        """Wait for its first batch; raises as `append` does. Offset and size of the payload."""
+    def finish(self, writer: kernel.Writer, number: int) -> tuple[int, int, float]:
+        """Wait for its first batch; raises as `append` does.
+
+        Offset and size of the payload, and the seconds that writing and syncing took.
+        """
         size = self._under_way.pop(0)
-        writer.finish()
-        return self._appended(number, size), size - FRAME_HEADER
+        seconds = writer.finish()
+        return self._appended(number, size), size - FRAME_HEADER, seconds
 
     def _appended(self, number: int, size: int) -> int:
         segment = self.segments[-1]

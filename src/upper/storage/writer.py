@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from time import perf_counter
 from typing import NamedTuple
 
 from upper import kernel
@@ -48,23 +49,26 @@ class BatchOutcome(NamedTuple):
     file: File | None
     offset: int
     size: int
+    seconds: float  # that writing and syncing took; 0 of a batch that failed
     behind: tuple[JournalBatch, ...] = ()  # were queued behind one that failed, so they failed too
 
 
 def write(journal: Journal, batch: JournalBatch) -> BatchOutcome:
     """Write a batch in this thread, opening a new segment if one is due."""
+    began = perf_counter()
     try:
         payload = batch.records.payload()
         offset = journal.append(batch.ticket, batch.clock, payload, segment_size=batch.segment_size)
     except Exception as error:  # noqa: BLE001  every request waits for this batch
         refusal = error if isinstance(error, OSError) else OSError(errno.EIO, repr(error))
         return _failed(journal, batch, refusal)
-    return BatchOutcome(batch, None, journal.segments[-1].file, offset, len(payload))
+    file, seconds = journal.segments[-1].file, perf_counter() - began
+    return BatchOutcome(batch, None, file, offset, len(payload), seconds)
 
 
 def _failed(journal: Journal, batch: JournalBatch, error: OSError) -> BatchOutcome:
     journal.give_up()
-    return BatchOutcome(batch, error, None, 0, 0)
+    return BatchOutcome(batch, error, None, 0, 0, 0.0)
 
 
 class JournalWriter:
@@ -115,7 +119,7 @@ class JournalWriter:
             return written.result()
         assert self._fast is not None
         try:
-            offset, size = self._journal.finish(self._fast, batch.ticket)
+            offset, size, seconds = self._journal.finish(self._fast, batch.ticket)
         except OSError as error:
             behind = tuple(self._batches)
             for other in behind:
@@ -123,7 +127,7 @@ class JournalWriter:
                     self._journal.finish(self._fast, other.ticket)
             self._batches.clear()
             return _failed(self._journal, batch, error)._replace(behind=behind)
-        return BatchOutcome(batch, None, self._journal.segments[-1].file, offset, size)
+        return BatchOutcome(batch, None, self._journal.segments[-1].file, offset, size, seconds)
 
     def beside(self, step: Callable[[], None], then: Callable[[Future[None]], None]) -> None:
         """Run `step` in the Python thread while no batch is written, then `then` in the loop's thread."""
