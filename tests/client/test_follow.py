@@ -89,7 +89,7 @@ def cut_inside_a_snapshot(bulk: bool) -> tuple[Follower, Reader[Any]]:
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("bulk", [False, True], ids=["events", "columns"])
-def test_a_stream_is_the_same_wherever_it_is_cut_and_whoever_joins_its_parts(bulk: bool, seed: int) -> None:
+def test_a_stream_is_the_same_wherever_it_is_cut_and_joined(bulk: bool, seed: int) -> None:
     """A driver may put the rest of the last piece in front of the next one. Each byte counts once."""
     chance = random.Random(seed)
     follower = Follower(
