@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from upper.client.reader import Decoder
 
 T = TypeVar("T")
-# Bytes that go into one record batch, if they have arrived. A batch costs a worker of Spark some tenths of a
-# millisecond, whatever its size; from 4 MB on, larger ones save nothing.
-GATHER = 4 << 20
+# Bytes that go into one record batch, if they have arrived: as many as stay in a processor's cache between
+# finding the packets and decoding them, which is measurably faster than more.
+GATHER = 2 << 20
 
 
 def connect(

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from upper.client.bucket import Bucket, connect
+from upper.client.bucket import GATHER, Bucket, connect
 from upper.client.events import Rollback
 from upper.client.operations import TIMEOUT
 from upper.client.position_codec import ResumePoints
@@ -157,8 +157,10 @@ class BucketSource:
         *,
         whole: bool = True,
         on_rollback: OnRollback = "drop",
+        gather: int = GATHER,
     ) -> BucketReader:
-        return BucketReader(self, starts, ends, whole=whole, on_rollback=on_rollback)
+        """`gather`: bytes of a batch, if they have arrived."""
+        return BucketReader(self, starts, ends, whole=whole, on_rollback=on_rollback, gather=gather)
 
 
 class BucketReader:
@@ -172,9 +174,10 @@ class BucketReader:
         *,
         whole: bool,
         on_rollback: OnRollback,
+        gather: int,
     ) -> None:
         self._source, self._starts, self._ends = source, starts, ends
-        self._whole, self._on_rollback = whole, on_rollback
+        self._whole, self._on_rollback, self._gather = whole, on_rollback, gather
         begins = Positions(starts)
         self.rollbacks: dict[Partition, Seqno] = {}
         self._positions: Callable[[], Positions] = lambda: begins
@@ -202,6 +205,7 @@ class BucketReader:
                 on_rollback=self._on_rollback if callable(self._on_rollback) else "continue",
                 name=source.name,
                 patience=source.patience,
+                gather=self._gather,
                 **source.filters.arguments(),
             )
             with changes:

@@ -51,6 +51,9 @@ from upper.spark.pushdown import pushed
 from upper.spark.worker import prepare_process
 
 log = logging.getLogger(__name__)
+# Bytes of a batch: whatever its size, each costs a worker some tenths of a millisecond, much of it in Spark's own
+# code. Larger ones than these save nothing.
+BATCH = 4 << 20
 MAX_SEEN = 32  # states of the bucket that a query remembers while it has not read all of them
 
 
@@ -329,6 +332,7 @@ def read_slice(options: SourceOptions, part: Slice) -> Iterator[pa.RecordBatch]:
         {each.partition: each.start for each in part.ranges},
         {each.partition: each.end for each in part.ranges},
         whole=part.whole,
+        gather=BATCH,
         on_rollback=_refuse if options.fail_on_rollback else "row",
     )
     for batch in reader:
