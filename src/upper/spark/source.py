@@ -51,8 +51,8 @@ from upper.spark.pushdown import pushed
 from upper.spark.worker import prepare_process
 
 log = logging.getLogger(__name__)
-# Bytes of a batch: whatever its size, each costs a worker some tenths of a millisecond, much of it in Spark's own
-# code. Larger ones than these save nothing.
+# Bytes of a batch: whatever its size, each costs a worker some tenths of a millisecond, much of it in Spark's
+# own code. Larger ones than these save nothing.
 BATCH = 4 << 20
 MAX_SEEN = 32  # states of the bucket that a query remembers while it has not read all of them
 
