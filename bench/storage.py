@@ -261,6 +261,11 @@ bucket.close()
 """
 
 
+def typical(directory: Path) -> tuple[float, float, float]:
+    """Of five starts the one in the middle: if a host takes back unused memory, some take three times as long."""
+    return sorted(reopened(directory) for _ in range(5))[2]
+
+
 def reopened(directory: Path) -> tuple[float, float, float]:
     """Seconds that opening takes, those of them on a core, and bytes of memory an item; in a new process."""
     done = subprocess.run(
@@ -280,7 +285,7 @@ def at_rest(directory: Path, items: int) -> Iterator[Row]:
     yield Row(name="disk of a 116-byte item, journal", value=engine.bucket.journal.size / items, unit="bytes")
     engine.close()
     scale = 1_000_000 / items
-    took, busy, memory = min(reopened(engine.directory) for _ in range(2))
+    took, busy, memory = typical(engine.directory)
     yield Row(name="start-up of 1M items, from the journal", value=took * scale, unit="s", expected="<= 1.5")
     yield Row(name="of that, on a core", value=busy * scale, unit="s")
     yield Row(name="memory of a 116-byte item, reopened", value=memory, unit="bytes", expected="<= 400")
@@ -292,7 +297,7 @@ def at_rest(directory: Path, items: int) -> Iterator[Row]:
         name="disk of a 116-byte item, compacted", value=bucket.compactor.disk_use / items, unit="bytes"
     )
     bucket.close()
-    took, busy, _ = min(reopened(engine.directory) for _ in range(2))
+    took, busy, _ = typical(engine.directory)
     yield Row(name="start-up of 1M items, compacted", value=took * scale, unit="s", expected="<= 1.5")
     yield Row(name="of that, on a core", value=busy * scale, unit="s", expected="<= 0.3")
 

@@ -283,6 +283,7 @@ class DirectoryLoader:
                 break
             self._advance(len(data))
             expected = segment.last + 1
+            del data  # before the next segment is read: memory holds one of them
         if segments:
             tail.last = segments[-1].last
         return segments, tail
