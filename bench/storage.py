@@ -262,7 +262,7 @@ bucket.close()
 
 
 def typical(directory: Path) -> tuple[float, float, float]:
-    """Of five starts the one in the middle: if a host takes back unused memory, some take three times as long."""
+    """Of five starts the one in the middle: where a host takes memory back, some take three times as long."""
     return sorted(reopened(directory) for _ in range(5))[2]
 
 
