@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -234,6 +235,23 @@ def test_zeros_for_the_next_segment_do_not_take_the_room_that_batches_need(
     assert bucket.journal.size > 1.9 * (1 << 20)
     abandon(bucket)
     assert not list(check(directory))
+
+
+def test_opening_a_bucket_holds_one_segment_of_the_journal_in_memory(directory: Path) -> None:
+    settings = StorageSettings(compact=False, segment_size=1 << 20)
+    bucket = BucketStore.open(directory, settings, partitions=4)
+    while len(bucket.journal.segments) < 5:
+        bucket.partitions[0].write(b"k", b"v" * 50_000)
+        bucket.commit()
+    bucket.close()
+    tracemalloc.start()
+    try:
+        bucket = BucketStore.open(directory, settings)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    bucket.close()
+    assert (1 << 20) < most < 1.6 * (1 << 20)
 
 
 def test_a_disk_that_is_full_loses_no_batch_that_counted_and_counts_none_that_was_lost(opened: Open) -> None:

@@ -37,7 +37,9 @@ from upper.wire.xattrs import split
 XATTR = int(DataType.XATTR)
 CHANGES: tuple[type[Change], type[Change], type[Change]] = (Mutation, Deletion, Expiration)
 NOOP = UPR.opcode(Noop)  # DCP has the same
-FEW = 64 << 10  # bytes that are copied at most, to save a copy of what arrives behind them
+# Bytes that are copied at most, to save a copy of what arrives behind them. More would be copied again and
+# again where a packet of that size arrives in small pieces.
+FEW = 4 << 10
 _NO_STREAMS = array("Q")  # seqnos are read with the changes
 
 

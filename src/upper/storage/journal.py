@@ -171,9 +171,9 @@ class Journal:
 
         Not where the disk is nearly full: its zeros would take the room that frames and packs need.
         """
-        disk, path = self.files.disk, fresh_name(self.directory / "journal" / "segment")
         if segment_size < CHUNKS * CHUNK:
             return
+        disk, path = self.files.disk, fresh_name(self.directory / "journal" / "segment")
         with suppress(OSError):  # without it, the next segment gets its zeros between frames
             if disk.free(path.parent) < 2 * segment_size + SPARE:
                 return
